@@ -1,0 +1,499 @@
+"""Qwen2, the whole forward, by hand.
+
+A language model maps token ids to one score per vocabulary entry. Everything between is this file:
+an embedding, a stack of identical blocks that each *add* something to a running vector per token
+(the residual stream), and a norm. Nothing is imported but torch and the reader of the weights.
+
+    ids [B, T]
+      |  embed_tokens: a row of the table per id
+      v
+      x [B, T, H] ----------------.                      the residual stream
+      |                           |
+      |  input_layernorm          |    RMSNorm: scale to unit size, no mean, no bias
+      |  q, k, v projections      |    biases on q, k and v only
+      |  RoPE on q and k          |    position enters here, as a rotation, and nowhere else
+      |  causal attention (GQA)   |    several query heads share one key/value head
+      |  o projection             |
+      v                           v
+      + <-------------------------'                      x num_hidden_layers
+      |---------------------------.
+      |  post_attention_layernorm |
+      |  down(silu(gate) * up)    |    SwiGLU: one half of the MLP gates the other
+      v                           v
+      + <-------------------------'
+      |
+      |  norm                          -> hidden [B, T, H], what forward() returns
+      |  lm_head (the embedding table again where the two are tied)
+      v
+    logits [B, T, V]
+
+Shape letters, here and in rlhf.py:
+
+    B  rows of the batch                     H   width of the residual stream (hidden_size)
+    T  tokens of this call                   nH  query heads          nKV  key/value heads
+    S  tokens seen so far, these included    D   width of one head (H / nH)
+    F  width of the MLP                      V   vocabulary
+
+The claim that the tests check: the logits equal Hugging Face's eager Qwen2 *bit for bit*, in FP32
+and in BF16. That is possible because floating point is deterministic: same operations, same order,
+same roundings, same result. So each cast below stands where it stands for a reason; moving one
+(a norm's weight applied before the cast, say) is still "correct" and is no longer equal.
+
+Left out on purpose: dropout, sliding windows, RoPE scaling, fused kernels. `from_json` refuses a
+checkpoint that needs one of them.
+
+    config = Qwen2Config.from_json("config.json")
+    model = load_qwen2("data/model.safetensors", config, dtype=torch.bfloat16)
+    logits = model.logits(model(ids))                                        # [B, T, V]
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+# --------------------------------------------------------------------------------------------------
+# 1. The configuration: six sizes, two constants, one switch, named as in the checkpoint's own file.
+# --------------------------------------------------------------------------------------------------
+
+# What the file may say beyond sizes, and the one value for which this forward is right. An absent
+# field means that value; any other would load without complaint and compute nonsense.
+ONLY_IMPLEMENTED = {
+    "hidden_act": "silu",
+    "use_sliding_window": False,
+    "rope_scaling": None,
+    "attention_dropout": 0.0,
+    "quantization_config": None,
+}
+
+
+@dataclass(frozen=True)
+class Qwen2Config:
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    rms_norm_eps: float  # 1e-6 for Qwen2.5. 1e-5, the default elsewhere, is a quiet bug
+    rope_theta: float  # base of the rotation's wavelengths, 1e6 for Qwen2.5
+    tie_word_embeddings: bool  # True: the file holds no lm_head.weight
+
+    @property
+    def head_dim(self):
+        return self.hidden_size // self.num_attention_heads
+
+    @classmethod
+    def from_json(cls, path):
+        """Read a checkpoint's config.json; a ValueError names file and field if it does not fit."""
+        try:
+            raw = json.loads(Path(path).read_text(encoding="utf-8"))
+        except ValueError as problem:  # not JSON, or not UTF-8
+            raise ValueError(f"{path}: not a JSON file ({problem})") from None
+        if not isinstance(raw, dict):
+            raise ValueError(f"{path}: not a JSON object")
+        if raw.get("model_type") != "qwen2":
+            raise ValueError(f"{path}: model_type is {raw.get('model_type')!r}, need 'qwen2'")
+        for name, value in ONLY_IMPLEMENTED.items():
+            if raw.get(name, value) != value:
+                raise ValueError(f"{path}: {name} is {raw[name]!r}, only {value!r} is implemented")
+
+        if set(raw.get("layer_types") or ["full_attention"]) != {"full_attention"}:
+            raise ValueError(f"{path}: layer_types has more than 'full_attention', the only one "
+                             "implemented")
+        # Newer writers keep the base inside "rope_parameters", next to a kind of scaling.
+        rope = raw.get("rope_parameters") or {}
+        if rope.get("rope_type", "default") != "default":
+            raise ValueError(f"{path}: rope_type is {rope['rope_type']!r}, only 'default' is "
+                             "implemented")
+        raw = {**rope, **raw}
+        config = cls(**{name: read_field(path, raw, name, kind)
+                        for name, kind in cls.__annotations__.items()})
+        config.check_heads(path, raw)
+        return config
+
+    def check_heads(self, path, raw):
+        if self.hidden_size % (2 * self.num_attention_heads):
+            raise ValueError(f"{path}: hidden_size {self.hidden_size} does not divide into "
+                             f"num_attention_heads {self.num_attention_heads} heads of even width")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(f"{path}: num_attention_heads {self.num_attention_heads} is no "
+                             f"multiple of num_key_value_heads {self.num_key_value_heads}")
+        if (raw.get("head_dim") or self.head_dim) != self.head_dim:
+            raise ValueError(f"{path}: head_dim is {raw['head_dim']}, only hidden_size / "
+                             f"num_attention_heads = {self.head_dim} is implemented")
+
+    def to_dict(self):
+        """The content of a config.json that `from_json` and transformers both read."""
+        return {
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            "hidden_act": "silu",
+            "max_position_embeddings": 32768,
+            "use_sliding_window": False,
+            "torch_dtype": "bfloat16",
+            **asdict(self),
+        }
+
+
+def read_field(path, raw, name, kind):
+    if name not in raw:
+        raise ValueError(f"{path}: {name} is missing")
+    value = raw[name]
+    if kind is float and type(value) is int:  # JSON knows one kind of number
+        value = float(value)
+    if type(value) is not kind or (kind is not bool and not value > 0):
+        positive = "" if kind is bool else "positive "
+        raise ValueError(f"{path}: {name} is {value!r}, need a {positive}{kind.__name__}")
+    return value
+
+
+# --------------------------------------------------------------------------------------------------
+# 2. RMSNorm: every block reads the residual stream through one of these.
+# --------------------------------------------------------------------------------------------------
+
+
+class RMSNorm(nn.Module):
+    """y = weight * x / sqrt(mean(x^2) + eps)         (Zhang and Sennrich 2019, equation 4)"""
+
+    def __init__(self, width, eps):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x):
+        # Squares of BF16 numbers lose too much, so the mean is taken in FP32. The result is rounded
+        # to the model's dtype *before* the weight multiplies it: two roundings, not one.
+        exact = x.float()
+        scale = torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + self.eps)  # [..., 1]
+        return self.weight * (exact * scale).to(x.dtype)
+
+
+# --------------------------------------------------------------------------------------------------
+# 3. RoPE: a position is an angle. Attention sees only differences of angles, so only distances.
+# --------------------------------------------------------------------------------------------------
+
+
+def rope_frequencies(config):
+    """Angle per position of each of the D/2 pairs, FP32 [D/2]: 1, then slower and slower.
+
+    These numbers are in no checkpoint. Built under `torch.device("meta")` they would stay without
+    content and the model would be garbage that raises no error, hence the explicit CPU. Nor are
+    they a buffer: `model.to(torch.bfloat16)` would round a buffer to 8 bits, and by position 200
+    some angles would be off by a fifth of a radian.
+    """
+    pair = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu")
+    return 1.0 / (config.rope_theta ** (pair / config.head_dim))
+
+
+def rope_tables(frequencies, position_ids, dtype):
+    """Cosine and sine of every angle, once a call for all layers: two of [B, 1, T, D]."""
+    angles = position_ids[..., None].float() * frequencies.to(position_ids.device)  # [B, T, D/2]
+    angles = torch.cat((angles, angles), dim=-1)[:, None]  # [B, 1, T, D], 1 for any head
+    return angles.cos().to(dtype), angles.sin().to(dtype)  # in FP32, and only then rounded
+
+
+def rotate(x, cos, sin):
+    """Turn the pairs of x [B, n, T, D] by their angles.
+
+    Qwen2 pairs dimension i with i + D/2 (the "rotate half" convention). The paper's pairs are
+    neighbours, 2i and 2i+1; with these weights that reading gives fluent nonsense.
+    """
+    first, second = x.chunk(2, dim=-1)  # [B, n, T, D/2] each
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+# --------------------------------------------------------------------------------------------------
+# 4. The cache: keys and values of earlier tokens never change, because attention is causal, so
+#    generation keeps them and feeds the model one new token at a time.
+# --------------------------------------------------------------------------------------------------
+
+
+class KVCache:
+    """Room for `capacity` tokens of each row; the first `length` columns are filled in all rows.
+
+    Prompts of different length are therefore padded on the left, and the attention mask of *all*
+    columns so far comes along with every call.
+    """
+
+    def __init__(self, config, batch, capacity, dtype=torch.bfloat16, device="cpu"):
+        shape = (batch, config.num_key_value_heads, capacity, config.head_dim)
+        layers = range(config.num_hidden_layers)
+        self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in layers]
+        self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in layers]
+        self.length = 0
+        self.needs_mask = False  # True once a call brought a mask: some columns may be padding
+
+    def check(self, x, attention_mask):
+        """Refuse a call x [B, T, H] that does not fit, before anything is written."""
+        batch, _, capacity, _ = self.keys[0].shape
+        if x.shape[0] != batch:  # one row would broadcast over all of them without a word
+            raise ValueError(f"the KV cache has {batch} rows, the call has {x.shape[0]}")
+        if self.length + x.shape[1] > capacity:
+            raise ValueError(f"the KV cache has room for {capacity} tokens: {self.length} are "
+                             f"filled and the call brings {x.shape[1]} more")
+        if x.dtype != self.keys[0].dtype:
+            raise ValueError(f"the KV cache holds {self.keys[0].dtype}, the model {x.dtype}")
+        if self.needs_mask and attention_mask is None:
+            raise ValueError("the KV cache was filled under an attention mask: pass the mask of "
+                             "all tokens so far, or padding would be attended to")
+
+    def extend(self, layer, k, v):
+        """Append k, v [B, nKV, T, D] of one layer; return all so far, [B, nKV, S, D]."""
+        if k.requires_grad:
+            raise ValueError("a KV cache is for generation: call the model under torch.no_grad()")
+        end = self.length + k.shape[2]
+        self.keys[layer][:, :, self.length : end] = k
+        self.values[layer][:, :, self.length : end] = v
+        return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
+
+    def select(self, rows):
+        """Keep only these rows (indices or a boolean mask): finished answers need no more work."""
+        rows = torch.as_tensor(rows, device=self.keys[0].device)
+        self.keys = [k[rows] for k in self.keys]
+        self.values = [v[rows] for v in self.values]
+
+
+# --------------------------------------------------------------------------------------------------
+# 5. Attention, MLP, block. LoRA later replaces the seven projections, so they are always called as
+#    modules and never read as bare weights.
+# --------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """softmax(q k^T / sqrt(D) + mask) v, with nH query heads on nKV key/value heads (GQA)."""
+
+    def __init__(self, config):
+        super().__init__()
+        H, D = config.hidden_size, config.head_dim
+        nH, nKV = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim, self.group = D, nH // nKV
+        # Biases on q, k and v and none on o. A loader that skips them gives fluent garbage.
+        self.q_proj = nn.Linear(H, nH * D, bias=True)
+        self.k_proj = nn.Linear(H, nKV * D, bias=True)
+        self.v_proj = nn.Linear(H, nKV * D, bias=True)
+        self.o_proj = nn.Linear(nH * D, H, bias=False)
+
+    def forward(self, x, cos, sin, mask, layer, cache):
+        B, T, _ = x.shape
+        q = self.q_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # [B, nH, T, D]
+        k = self.k_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # [B, nKV, T, D]
+        v = self.v_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # [B, nKV, T, D]
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)  # values carry no position
+        if cache is not None:
+            k, v = cache.extend(layer, k, v)  # [B, nKV, S, D], the keys already rotated
+        k, v = self.share(k), self.share(v)  # [B, nH, S, D]
+
+        scores = (q @ k.transpose(2, 3)) * self.head_dim**-0.5  # [B, nH, T, S]
+        if mask is not None:
+            scores = scores + mask
+        # Exponentials and their sum in FP32: a long sum in BF16 stops growing when its terms fall
+        # below half a unit of its last place. Only the finished weights are rounded.
+        weights = scores.softmax(dim=-1, dtype=torch.float32).to(q.dtype)  # [B, nH, T, S]
+        mixed = (weights @ v).transpose(1, 2).reshape(B, T, -1)  # [B, T, nH * D]
+        return self.o_proj(mixed)
+
+    def share(self, x):
+        """Give every key/value head to its `group` *neighbouring* query heads: 0 0 0 1 1 1."""
+        if self.group == 1:
+            return x
+        B, nKV, S, D = x.shape
+        x = x[:, :, None].expand(B, nKV, self.group, S, D)
+        return x.reshape(B, nKV * self.group, S, D)  # [B, nH, S, D]
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))            (Shazeer 2020, equation 6)"""
+
+    def __init__(self, config):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # [B, T, F] -> [B, T, H]
+
+
+class Block(nn.Module):
+    """Two additions to the residual stream, each read through its own norm."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x, *context):
+        x = x + self.self_attn(self.input_layernorm(x), *context)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+# --------------------------------------------------------------------------------------------------
+# 6. The model. Its modules bear the checkpoint's names, so loading needs no table of renames.
+# --------------------------------------------------------------------------------------------------
+
+
+class Qwen2(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.model = nn.ModuleDict({
+            "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
+            "layers": nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers)),
+            "norm": RMSNorm(config.hidden_size, config.rms_norm_eps),
+        })
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.rope_frequencies = rope_frequencies(config)
+
+    def forward(self, input_ids, attention_mask=None, cache=None, position_ids=None):
+        """input_ids [B, T] -> hidden states after the final norm [B, T, H].
+
+        attention_mask  [B, S], nonzero = a real token, padding on either side; S counts the cached
+                        tokens too. Or boolean [B, T, S]: exactly who attends to whom, so that two
+                        answers can share one prompt in one row; position_ids are then required.
+        position_ids    [B, T]; counted from the mask if absent.
+        """
+        x = self.model.embed_tokens(input_ids)  # [B, T, H]
+        past = 0
+        if cache is not None:
+            cache.check(x, attention_mask)
+            past = cache.length
+        check_mask(attention_mask, position_ids, x.shape[0], x.shape[1], past)
+
+        if position_ids is None:
+            position_ids = positions(attention_mask, past, x)
+        cos, sin = rope_tables(self.rope_frequencies, position_ids, x.dtype)
+        mask = additive_mask(attention_mask, past, x)
+        for layer, block in enumerate(self.model.layers):
+            x = block(x, cos, sin, mask, layer, cache)
+
+        if cache is not None:
+            cache.length += x.shape[1]
+            cache.needs_mask |= attention_mask is not None
+        return self.model.norm(x)
+
+    def logits(self, hidden):
+        """hidden [..., H] -> one score for each vocabulary entry [..., V].
+
+        Apart from forward() because V is large: a caller picks the few positions it needs first.
+        """
+        tied = self.config.tie_word_embeddings
+        return F.linear(hidden, self.model.embed_tokens.weight) if tied else self.lm_head(hidden)
+
+
+def check_mask(attention_mask, position_ids, B, T, past):
+    """A mask of T columns beside a filled cache would broadcast or crash far from the cause."""
+    if attention_mask is None:
+        return
+    shape, S = tuple(attention_mask.shape), past + T
+    if shape not in ((B, S), (B, T, S)):
+        raise ValueError(f"attention_mask is {shape}, need {(B, S)} (cached tokens count) "
+                         f"or {(B, T, S)}")
+    if len(shape) == 3 and (attention_mask.dtype != torch.bool or position_ids is None):
+        raise ValueError("an attention_mask [B, T, S] must be boolean and needs position_ids")
+
+
+def positions(attention_mask, past, x):
+    """Position of each new token, counting real tokens only: [B, T], or [1, T] without a mask.
+
+    The trap: under left padding the first real token may sit in column 7, but its position is 0.
+    RoPE sees distances only, so counting columns throughout shifts all angles alike and hides in
+    the rounding (1e-5 of a logit in FP32, 0.1 in BF16). But a prompt counted by its mask and an
+    answer counted by columns are torn 7 positions apart, and every logit of the answer is wrong.
+    """
+    if attention_mask is None:
+        return torch.arange(past, past + x.shape[1], device=x.device)[None]
+    return (attention_mask.bool().cumsum(-1) - 1).clamp(min=0)[:, past:]
+
+
+def additive_mask(attention_mask, past, x):
+    """0 where a token may look, the dtype's most negative number elsewhere: [B or 1, 1, T, S].
+
+    Not -inf: a padding row may look nowhere, and its softmax over only -inf would be NaN, which a
+    weight of 0 does not remove (0 * NaN is NaN) and which would so reach real tokens.
+    """
+    T = x.shape[1]
+    if attention_mask is None and T == 1:
+        return None  # one new token sees everything before it
+    visible = attention_mask
+    if visible is None or visible.dim() == 2:
+        columns = torch.arange(past + T, device=x.device)
+        visible = columns <= columns[past:, None]  # [T, S]: no look at the future
+        if attention_mask is not None:
+            visible = visible & attention_mask.bool()[:, None]  # [B, T, S]
+    mask = torch.zeros(visible.shape, dtype=x.dtype, device=x.device)
+    mask = mask.masked_fill(~visible, torch.finfo(x.dtype).min)
+    return mask[:, None] if mask.dim() == 3 else mask[None, None]
+
+
+# --------------------------------------------------------------------------------------------------
+# 7. Loading: every tensor accounted for before any is copied. A checkpoint that only almost fits
+#    gives a model that only almost works, and nothing downstream would notice.
+# --------------------------------------------------------------------------------------------------
+
+FLOATING = ("BF16", "F16", "F32", "F64")  # as a safetensors header spells them
+
+
+def load_qwen2(path, config, dtype=torch.bfloat16, device="cpu"):
+    """The frozen model with the weights of a safetensors file, computed in `dtype`."""
+    if dtype not in (torch.float32, torch.bfloat16):  # FP16 overflows under the additive mask
+        raise ValueError(f"dtype is {dtype}, need torch.float32 or torch.bfloat16")
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path}: there is no such weights file")
+    with torch.device("meta"):  # shapes without memory; the weights come from the file
+        model = Qwen2(config)
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            check_tensors(path, file, wanted)
+            # A tensor as read may lie in a memory map of the file. `copy=True` gives every
+            # parameter storage of its own, also where the dtype is already right: roles must not
+            # share weights, and nothing may change when the file does.
+            state = {name: file.get_tensor(name).to(device, dtype, copy=True) for name in wanted}
+    except SafetensorError as problem:
+        raise ValueError(explain_broken_file(path, wanted, problem)) from None
+    model.load_state_dict(state, assign=True, strict=True)
+    return model.requires_grad_(False).eval()
+
+
+def check_tensors(path, file, wanted):
+    """Same names, same shapes, floating point; else a ValueError that names the tensor."""
+    found = set(file.keys())
+    for name in sorted(set(wanted) - found):
+        raise ValueError(f"{path}: tensor {name} is missing")
+    for name in sorted(found - set(wanted)):
+        raise ValueError(f"{path}: tensor {name} has no place in this model")
+    for name, shape in wanted.items():
+        entry = file.get_slice(name)
+        if tuple(entry.get_shape()) != shape:
+            raise ValueError(f"{path}: tensor {name} is {tuple(entry.get_shape())}, need {shape}")
+        if entry.get_dtype() not in FLOATING:
+            raise ValueError(f"{path}: tensor {name} holds {entry.get_dtype()}, need one of "
+                             f"{', '.join(FLOATING)}")
+
+
+def explain_broken_file(path, wanted, problem):
+    """One line for a file that is no whole safetensors file: its size, the right size, a remedy."""
+    size = Path(path).stat().st_size
+    with open(path, "rb") as file:
+        start = file.read(8)
+        length = int.from_bytes(start, "little")  # a file opens with the length of its header
+        header = file.read(length) if 8 < 8 + length <= size else b""
+    if start == b"version ":
+        problem = "it is a git-lfs pointer, a note that stands for the weights"
+    try:
+        ends = [entry["data_offsets"][1] for name, entry in json.loads(header).items()
+                if name != "__metadata__"]
+        expected = f"{8 + length + max(ends)}"
+    except (ValueError, KeyError, TypeError, IndexError):  # no header to go by
+        parameters = sum(torch.Size(shape).numel() for shape in wanted.values())
+        expected = f"about {2 * parameters} (in BF16)"
+    return (f"{path}: not a complete safetensors file ({problem}): found {size} bytes, expected "
+            f"{expected}; delete it and download or copy it again")

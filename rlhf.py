@@ -1,0 +1,2938 @@
+#!/usr/bin/env python3
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["torch>=2.13", "safetensors", "tokenizers", "numpy", "pytest"]
+# ///
+"""RLHF in one file: does optimising a *learned* score improve the *real* criterion?
+
+A small chat model is shown what a good answer looks like (SFT). A second one, the judge, learns a
+score from pairs of a better and a worse answer (Bradley-Terry). PPO then changes the first model
+so that the judge likes its answers. In the end every answer is judged twice: by the judge, and by
+a rubric that the training never sees. Where the two part, the policy found a shortcut.
+
+    python rlhf.py --phase all                       the whole course, minutes on two CPU cores
+    python rlhf.py --phase ppo                       one phase; finished phases are not repeated
+    python rlhf.py --phase all --corpus v2           the same on the repaired corpus
+    python rlhf.py --phase all --weights FILE        the same at the size of Qwen2.5-0.5B
+    python rlhf.py --phase ask --prompt "No sound."  base, SFT and PPO answer side by side
+
+Read it from top to bottom. Sections 1 to 3 are housekeeping (numbers, files, the guard around
+held-out files); the lecture proper begins with the corpus in section 4.
+
+ 1 Numbers          5 Tokens, batches   9 The base       13 PPO               17 Report
+ 2 Files            6 Four roles       10 SFT            14 Resume, proven    18 Asking
+ 3 Held-out files   7 Scores           11 Reward model   15 Evaluation        19 Command line
+ 4 The corpus       8 Learning         12 Rollout, GAE   16 Probes
+
+Left out on purpose: whitening of advantages, value clipping, an entropy bonus (other PPO trainers
+have them, so this one is not equal to them); dropout; checkpoint selection; distributed training.
+DPO would need no judge, no critic and no sampling where pairs exist; where an exact verifier
+exists (here the rubric), optimising it directly beats every learned judge. We learn a judge
+because the question is what happens when there is no verifier.
+
+Sources: PPO (Schulman et al. 2017, arXiv 1707.06347), GAE (Schulman et al. 2016, 1506.02438),
+InstructGPT (Ouyang et al. 2022, 2203.02155), LoRA (Hu et al. 2021, 2106.09685), Bradley and Terry
+(Biometrika 39, 1952), DPO (Rafailov et al. 2023, 2305.18290).
+
+Legend of shapes, used everywhere:
+  B responses (rows of a batch)    P prompt tokens, padded on the left    T = P + R
+  R response tokens, padded right  V vocabulary   L its live columns      H width of the model
+"""
+from __future__ import annotations
+
+import argparse
+import ast
+import collections
+import contextlib
+import dataclasses
+import gzip
+import hashlib
+import html
+import io
+import json
+import math
+import os
+import pickle
+import platform
+import random
+import re
+import signal
+import sys
+import time
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+if __name__ == "__main__":  # importing torch takes seconds, and Ctrl-C is welcome at any moment
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
+# Both must be set before torch is imported. Huge pages spare the CPU page faults at every large
+# allocation; the workspace setting is what makes cuBLAS deterministic.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import numpy as np
+import safetensors.torch
+import tokenizers
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qwen import KVCache, Qwen2, Qwen2Config, load_qwen2
+
+try:
+    import fcntl
+except ImportError:     # Windows
+    fcntl = None
+
+HERE = Path(__file__).resolve().parent
+DATA = HERE / "data"
+PINNED_REPOSITORY = "Qwen/Qwen2.5-0.5B-Instruct"
+PINNED_COMMIT = "7ae557604adf67be50417f59c2c2f167def9a775"
+PINNED_BYTES = {"config.json": 659, "tokenizer.json": 7031645, "model.safetensors": 988097824}
+PINNED_SHA256 = {
+    "config.json": "18e18afcaccafade98daf13a54092927904649e1dd4eba8299ab717d5d94ff45",
+    "tokenizer.json": "c0382117ea329cdf097041132f6d735924b697924d6f6fc3945713e96ce87539",
+    "model.safetensors": "fdf756fa7fcbe7404d5c60e26bff1a0c8b8aa1f72ced49e7dd0210fe288fb7fe"}
+PINNED_ADDRESS = f"https://huggingface.co/{PINNED_REPOSITORY}/resolve/{PINNED_COMMIT}/"
+PHASES = ("data", "base", "sft", "reward", "ppo", "resume", "evaluate", "probes", "report")
+
+
+class CourseError(Exception):
+    """An expected failure: one line that says what, where and what to do. Exit status 1."""
+
+
+class UsageError(Exception):
+    """A command that cannot be meant: one line. Exit status 2."""
+
+
+class Stopped(Exception):
+    """Signal `number` asked for an end, and all that was worth keeping is saved."""
+
+    def __init__(self, message: str, number: int):
+        super().__init__(message)
+        self.number = number
+
+
+# ==================================================================================================
+# 1 · Numbers: one place for all of them
+# ==================================================================================================
+
+@dataclass(frozen=True)
+class Config:
+    """Every number of the course. Defaults are the contract's; MODEL_DEFAULTS says what differs."""
+    # The embedded tiny base: pretrained here on synthetic chats, so that it is a mediocre adviser
+    base_updates: int = 300
+    base_batch: int = 16            # chats an update
+    base_lr: float = 2e-3
+    base_prompt_weight: float = 0.1  # share of the loss on prompt tokens
+    base_relevance: float = 0.45    # how often the advice in its chats fits the trouble
+    base_seed: int = 7              # chosen on validation prompts only, like every number here
+    # SFT
+    sft_updates: int = 63           # 168 demonstrations, 8 an update: 21 updates an epoch, 3 epochs
+    sft_batch: int = 8              # demonstrations an update
+    sft_lr: float = 2e-5            # peak
+    # Reward model
+    reward_updates: int = 210       # 840 pairs, 8 an update: 105 updates an epoch, 2 epochs
+    reward_batch: int = 8           # pairs an update
+    reward_lr: float = 2e-5
+    # PPO
+    ppo_iterations: int = 100       # 4 rollouts, then 2 actor and 2 critic updates
+    ppo_prompts: int = 4            # prompts an iteration, one response each
+    ppo_epochs: int = 2             # passes over the same four responses
+    ppo_actor_lr: float = 5e-6
+    ppo_critic_lr: float = 1e-5
+    ppo_save_every: int = 10        # iterations between saves
+    clip: float = 0.2               # the ratio's leash: 0.8 to 1.2
+    kl_coef: float = 0.02           # price of one nat of log-ratio to the reference
+    value_coef: float = 0.5
+    gamma: float = 1.0              # discount
+    lam: float = 0.95               # GAE's lambda
+    truncation_penalty: float = 1.0  # subtracted when a response was cut without EOS
+    # Shared by every learning phase
+    weight_decay: float = 0.01
+    warmup_ratio: float = 0.1       # share of the updates in which the rate climbs to its peak
+    min_lr_ratio: float = 0.1       # what is left of the peak at the last update
+    grad_clip: float = 1.0          # largest norm of a gradient
+    micro_batch: int = 16           # sequences a forward; the gradient does not depend on it
+    lora_rank: int = 8
+    lora_alpha: int = 16
+    seed: int = 49                  # a phase's start; +1 judge's adapters, +100 order, +200 sampling
+    # Lengths in tokens, and how the base is computed
+    max_prompt: int = 256
+    max_response: int = 64
+    dtype: str = "bfloat16"         # of the frozen base; adapters and heads are FP32 always
+    # Evaluation and output
+    eval_batch: int = 60            # answers generated together
+    bootstrap_draws: int = 10_000
+    log_every: int = 10             # updates between lines; a sample answer at every fifth line
+
+
+MODEL_DEFAULTS = {
+    "qwen": {},
+    "tiny": {"sft_lr": 1e-3, "reward_lr": 5e-4, "ppo_actor_lr": 1e-4, "ppo_critic_lr": 2e-3,
+             "dtype": "float32"}}
+SHARED_FIELDS = ("seed", "dtype", "lora_rank", "lora_alpha", "max_prompt", "max_response",
+                 "weight_decay", "warmup_ratio", "min_lr_ratio", "grad_clip", "micro_batch")
+# What a phase may read. It is handed nothing else, so its identity (section 8) cannot miss a field.
+PHASE_FIELDS = {
+    "data": (),
+    "base": ("base_updates", "base_batch", "base_lr", "base_prompt_weight", "base_relevance",
+             "base_seed", "max_prompt", "max_response", "weight_decay", "warmup_ratio",
+             "min_lr_ratio", "grad_clip"),
+    "sft": ("sft_updates", "sft_batch", "sft_lr", "eval_batch", *SHARED_FIELDS),
+    "reward": ("reward_updates", "reward_batch", "reward_lr", *SHARED_FIELDS),
+    "ppo": ("ppo_iterations", "ppo_prompts", "ppo_epochs", "ppo_actor_lr", "ppo_critic_lr",
+            "ppo_save_every", "clip", "kl_coef", "value_coef", "gamma", "lam",
+            "truncation_penalty", *SHARED_FIELDS),
+    "evaluate": ("seed", "dtype", "lora_rank", "lora_alpha", "max_prompt", "max_response",
+                 "eval_batch", "bootstrap_draws"),
+    "probes": ("seed", "dtype", "lora_rank", "lora_alpha", "max_prompt", "max_response"),
+    "resume": (), "report": ()}
+MAY_BE_ZERO = {"sft_lr", "reward_lr", "ppo_actor_lr", "ppo_critic_lr", "base_lr", "weight_decay",
+               "warmup_ratio", "min_lr_ratio", "kl_coef", "value_coef", "gamma", "lam",
+               "truncation_penalty", "base_prompt_weight", "base_relevance", "seed", "base_seed"}
+AT_MOST_ONE = {"warmup_ratio", "min_lr_ratio", "gamma", "lam", "base_relevance",
+               "base_prompt_weight"}
+
+
+def parse_settings(settings: list[str]) -> dict:
+    """--set name=value, checked: unknown name, wrong type or nonsense is a UsageError."""
+    types = {f.name: type(f.default) for f in dataclasses.fields(Config)}
+    known = "fields: " + ", ".join(types)
+    changes = {}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        if not equals or name not in types:
+            raise UsageError(f"--set {setting}: expected name=value with a known name; {known}")
+        try:
+            value = types[name](text)
+        except ValueError:
+            raise UsageError(f"--set {setting}: {name} takes a value of type "
+                             f"{types[name].__name__}; {known}") from None
+        if name == "dtype":
+            sound = value in ("float32", "bfloat16")
+        else:
+            sound = (math.isfinite(value) and (value > 0 or value == 0 and name in MAY_BE_ZERO)
+                     and (value <= 1 or name not in AT_MOST_ONE))
+        if not sound:
+            raise UsageError(f"--set {setting}: {value!r} makes no sense for {name}; {known}")
+        changes[name] = value
+    return changes
+
+
+# ==================================================================================================
+# 2 · Files: digests, and writes that are whole or not there
+# ==================================================================================================
+# Invariant: a reader sees the old file or the new one, never half of one. The mistake: writing in
+# place; a kill or a full disk then destroys the very state that was to protect from it.
+
+def sha256_bytes(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def sha256_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as stream:
+        while block := stream.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def canonical_digest(value) -> str:
+    """sha256 of a JSON-able value, independent of key order and layout."""
+    return sha256_bytes(json.dumps(value, sort_keys=True).encode())
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path):
+    """Yield a temporary path beside `path`; it takes the name of `path` only if the block succeeds."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        yield temporary
+        with open(temporary, "rb+") as stream:
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    with atomic_file(path) as temporary:
+        temporary.write_bytes(data)
+
+
+def write_json(path: Path, value) -> None:
+    write_bytes(path, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def jsonl_bytes(rows: list[dict]) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+
+
+def read_json(path: Path):
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise CourseError(f"{path} is not valid JSON ({error}); restore it, or delete its folder "
+                          "and run that phase again") from None
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    try:
+        return [json.loads(line) for line in path.read_bytes().splitlines()]
+    except ValueError as error:
+        raise CourseError(f"{path} is not valid JSON Lines ({error}); restore it") from None
+
+
+# ==================================================================================================
+# 3 · Held-out files: separation is enforced, not promised
+# ==================================================================================================
+# A test set that a training phase *could* have opened proves less than one it could not. Python
+# reports every open to an audit hook; while a guard is up, the hook refuses the guarded files in
+# any spelling: relative, through a link, by os.open, Path or NumPy. Child processes are refused
+# as well, since the hook would not see what they open. (A guard against mistakes, not malice.)
+
+class SeparationError(CourseError):
+    """A phase tried to open a file that it must not know."""
+
+
+CHILD_PROCESS_EVENTS = {"subprocess.Popen", "os.system", "os.exec", "os.fork", "os.forkpty",
+                        "os.posix_spawn", "os.spawn", "os.startfile", "pty.spawn",
+                        "_winapi.CreateProcess"}
+TWO_PATH_EVENTS = {"os.rename", "os.link", "os.symlink"}   # os.replace reports os.rename
+
+
+class Guard:
+    """Refuses to open any of `places` (files, or folders with all they hold)."""
+
+    raised: list[Guard] = []       # the guards that are up now; the hook itself can't be removed
+    hooked = False
+
+    def __init__(self, why: str, places: list[Path], children: bool = True):
+        self.why, self.children = why, children
+        self.places = [os.path.realpath(place) for place in places]
+        files = [f for place in places for f in ([place] if place.is_file() else place.rglob("*"))]
+        self.identities = {(s.st_dev, s.st_ino) for s in map(os.stat, files)}  # betrays hard links
+
+    def __enter__(self):
+        if not Guard.hooked:
+            sys.addaudithook(Guard.on_event)
+            Guard.hooked = True
+        Guard.raised.append(self)
+        return self
+
+    def __exit__(self, *_):
+        Guard.raised.remove(self)
+
+    @staticmethod
+    def on_event(event: str, args: tuple) -> None:
+        for guard in Guard.raised:
+            if event == "open":
+                guard.check(args[0])
+            elif event in TWO_PATH_EVENTS:
+                guard.check(args[0])
+                guard.check(args[1])
+            elif event in CHILD_PROCESS_EVENTS and not guard.children:
+                raise SeparationError(f"{guard.why} may start no child process ({event})")
+
+    def check(self, path) -> None:
+        """Raise if `path` (str, bytes, PathLike or file descriptor) is guarded, or holds what is.
+
+        A folder above a guarded place counts: its descriptor, or a new name for it, would give
+        the files under it a spelling that no check of names can see.
+        """
+        if path is None:
+            return
+        try:
+            status = os.stat(path)
+        except (OSError, ValueError):
+            status = None
+        real = "" if isinstance(path, int) else os.path.realpath(os.fsdecode(path))
+        guarded = status is not None and (status.st_dev, status.st_ino) in self.identities
+        for place in self.places if real else ():
+            guarded |= real == place or real.startswith(place + os.sep)
+            guarded |= place.startswith(real.rstrip(os.sep) + os.sep)
+        if guarded:
+            raise SeparationError(f"{self.why} must not open {real or path}: it is held out")
+
+
+def read_native(reader, path: Path, *args, **kwargs):
+    """Call a reader written in C++ or Rust: it raises no audit event, so the guards are asked here.
+
+    The only way in this file to reach safetensors and tokenizers.
+    """
+    for guard in Guard.raised:
+        guard.check(path)
+    if not path.is_file():
+        raise CourseError(f"{path} is missing")
+    try:
+        return reader(path, *args, **kwargs)
+    except (ValueError, safetensors.SafetensorError) as error:
+        raise CourseError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
+
+
+def held_out_guard(run: Run, phase: str) -> Guard:
+    """For a learning phase: nothing held out, whichever corpus; no child process."""
+    return Guard(f"phase {phase}", [root / part for root in (DATA, DATA / "v2")
+                                    for part in ("test", "probes")]
+                 + [run.folder / "evaluation", run.folder / "probes"], children=False)
+
+
+def answers_guard(run: Run) -> Guard:
+    """While held-out prompts are answered: no labels, and nothing that training left behind."""
+    names = ("labels.jsonl", "preferences.jsonl", "demonstrations.jsonl")
+    return Guard("answering held-out prompts",
+                 [path for name in names for path in DATA.rglob(name)]
+                 + [path for pattern in ("history.json", "state*.pt.gz", "rollouts")
+                    for path in run.folder.rglob(pattern)])
+
+
+# --------------------------------------------------------------------------------------------------
+# A run folder: what it is, what is finished, and how to stop
+# --------------------------------------------------------------------------------------------------
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def clock(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
+
+
+class StopRequest:
+    """The first Ctrl-C or SIGTERM asks for an end at the next boundary; a second one is obeyed at
+    once."""
+
+    def __init__(self):
+        self.requested = 0
+
+    def install(self) -> None:
+        signal.signal(signal.SIGINT, self.on_signal)
+        signal.signal(signal.SIGTERM, self.on_signal)
+
+    def on_signal(self, number, _frame) -> None:
+        self.requested = number
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        say("stopping after what is in hand (once more: at once)")
+
+    def check(self, where: str) -> None:
+        if self.requested:
+            raise Stopped(f"stopped {where}; the same command goes on from there", self.requested)
+
+
+def code_identity() -> str:
+    """Digest of both files' syntax trees without docstrings: comments and prose do not count.
+
+    Empty fields are dropped, since Python versions differ in whether they dump them.
+    """
+    digest = hashlib.sha256()
+    for name in ("rlhf.py", "qwen.py"):
+        tree = ast.parse((HERE / name).read_text(encoding="utf-8"))
+        for node in list(ast.walk(tree)):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) \
+                    and ast.get_docstring(node, clean=False) is not None:
+                node.body = node.body[1:]
+            for key, value in list(ast.iter_fields(node)):
+                if value is None or value == []:
+                    delattr(node, key)
+        digest.update(ast.dump(tree).encode())
+    return digest.hexdigest()
+
+
+PHASE_FOLDERS = {phase: phase for phase in PHASES} | {"evaluate": "evaluation"}
+PHASE_DATA = {
+    "sft": ("train/demonstrations.jsonl", "validation/preferences.jsonl"),
+    "reward": ("train/preferences.jsonl", "validation/preferences.jsonl"),
+    "ppo": ("train/prompts.jsonl",),
+    "evaluate": ("test/prompts.jsonl", "test/labels.jsonl", "probes/prompts.jsonl",
+                 "probes/labels.jsonl"),
+    "probes": ("probes/labels.jsonl",)}
+PHASE_NEEDS = {"sft": ("base",), "reward": ("base",), "ppo": ("sft", "reward"),
+               "resume": ("sft", "reward", "ppo"), "evaluate": ("sft", "reward", "ppo"),
+               "probes": ("reward",)}
+
+
+class Run:
+    """One run folder: model, corpus, config, and which phases are finished.
+
+    run.json holds what the folder is. A phase is finished when its done.json, written last, lists
+    the digests of its files; nothing finished is repeated or overwritten.
+    """
+
+    def __init__(self, folder: Path, model: str, corpus: str, config: Config, device: torch.device,
+                 record: dict, accept_changed_code: bool = False):
+        self.folder, self.model, self.corpus, self.config = folder, model, corpus, config
+        self.device, self.record, self.accept_changed_code = device, record, accept_changed_code
+        self.stop, self.code = StopRequest(), code_identity()
+        self.verified: dict[str, dict] = {}
+
+    @property
+    def tokens(self) -> Tokens:
+        return Tokens()
+
+    @property
+    def base_file(self) -> Path:
+        if self.model == "tiny":
+            return self.folder / "base" / "model.safetensors"
+        return Path(self.record["weights"]["path"])
+
+    def note(self) -> str:
+        """What every table of results must say about the model it speaks of."""
+        if self.model == "tiny":
+            return ("tiny model, pretrained on the task's own language: it illustrates the "
+                    "mechanism and says nothing about the pinned model")
+        digest = self.record["weights"]["sha256"]
+        if digest != PINNED_SHA256["model.safetensors"]:
+            return f"NOT the pinned model: {self.base_file}, sha256 {digest[:12]}"
+        return f"{PINNED_REPOSITORY} at {PINNED_COMMIT[:12]}"
+
+    def save(self) -> None:
+        write_json(self.folder / "run.json", {
+            "model": self.model, "corpus": self.corpus, "note": self.note(),
+            "config": dataclasses.asdict(self.config), "code": self.code,
+            "environment": environment(self.device), **self.record})
+
+    def settings(self, phase: str) -> SimpleNamespace:
+        """The config fields that `phase` may read, and no other."""
+        return SimpleNamespace(**{n: getattr(self.config, n) for n in PHASE_FIELDS[phase]})
+
+    # -- finished phases ---------------------------------------------------------------------------
+    def path(self, phase: str) -> Path:
+        return self.folder / PHASE_FOLDERS[phase]
+
+    def is_done(self, phase: str) -> bool:
+        return (self.path(phase) / "done.json").is_file()
+
+    def done(self, phase: str) -> dict:
+        """done.json of a finished phase, after checking its files against it (once a call)."""
+        if not self.is_done(phase):
+            raise CourseError(f"phase {phase} is not finished in {self.folder}; first run "
+                              f"--phase {phase}")
+        if phase not in self.verified:
+            done = read_json(self.path(phase) / "done.json")
+            for name, digest in done["files"].items():
+                path = self.path(phase) / name
+                if not path.is_file() or sha256_file(path) != digest:
+                    raise CourseError(f"{path} is missing or was changed after phase {phase} had "
+                                      f"finished; restore it, or delete {self.path(phase)} and "
+                                      "run the phase again")
+            self.verified[phase] = done
+        return self.verified[phase]
+
+    def finish(self, phase: str, identity: dict, **extra) -> None:
+        folder = self.path(phase)
+        files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != "done.json")
+        write_json(folder / "done.json", {
+            "phase": phase, "note": self.note(), "identity": identity, **extra,
+            "files": {p.relative_to(folder).as_posix(): sha256_file(p) for p in files}})
+
+    # -- identity ----------------------------------------------------------------------------------
+    def identity(self, phase: str) -> dict[str, object]:
+        """What a phase is: the config fields it reads, digests of its inputs, the code."""
+        inputs = {"tokenizer.json": PINNED_SHA256["tokenizer.json"]}
+        if phase == "base" and self.model == "qwen":
+            inputs["weights"] = self.record["weights"]["sha256"]
+        if phase != "base":
+            inputs["base"] = self.done("base")["weights_sha256"]
+            digests = verify_corpus(self.corpus)
+            inputs |= {f"corpus {self.corpus}: {p}": digests[p] for p in PHASE_DATA.get(phase, ())}
+            inputs |= {f"{earlier}/{name}": digest for earlier in PHASE_NEEDS[phase]
+                       if earlier != "base" for name, digest in self.done(earlier)["files"].items()
+                       if name.endswith(".safetensors")}
+        return {**vars(self.settings(phase)), **inputs, "code": self.code}
+
+    def check_identity(self, found: dict, phase: str, source: Path) -> list[str]:
+        """Refuse another identity, naming the first field that differs. Returns the caveats."""
+        expected, caveats = self.identity(phase), []
+        for key in sorted({*found, *expected}):
+            if found.get(key) == expected.get(key):
+                continue
+            if key == "code" and self.accept_changed_code:
+                caveats.append("the code changed in between (--accept-changed-code)")
+                continue
+            remedy = "--accept-changed-code goes on all the same, and claims no exactness" \
+                if key == "code" else "use another folder (--out)"
+            raise CourseError(f"{source} belongs to another run: {key} is {found.get(key)!r} "
+                              f"there and {expected.get(key)!r} here; {remedy}")
+        return caveats
+
+    def sealed(self, training: Training) -> dict:
+        """A phase's state with the identity that it belongs to."""
+        return {**training.state(), "identity": self.identity(training.phase)}
+
+    # -- what phases load --------------------------------------------------------------------------
+    def load_base(self, dtype: str) -> Qwen2:
+        path = HERE / "config.json" if self.model == "qwen" else self.base_file.parent / "config.json"
+        return read_native(load_qwen2, self.base_file, Qwen2Config.from_json(path),
+                           dtype=getattr(torch, dtype), device=self.device)
+
+    def role(self, name: str, cfg, adapters: str | None = None, head: str | None = None,
+             load_head: bool = False, trainable: bool = False) -> Role:
+        """A role on a backbone of its own, with fresh adapters or those of an earlier phase."""
+        role = build_role(name, self.load_base(cfg.dtype), cfg.seed + (name == "reward"),
+                          cfg.lora_rank, cfg.lora_alpha, head, trainable)
+        if adapters:
+            load_adapter(role, self.folder / adapters, cfg.lora_rank, cfg.lora_alpha, load_head)
+        return role
+
+    def rows(self, path: str) -> list[dict]:
+        return read_jsonl(corpus_folder(self.corpus) / path)
+
+
+@contextlib.contextmanager
+def run_lock(folder: Path):
+    """One process a run folder: two would write into each other's states. Windows has no fcntl;
+    there it is up to the user."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as stream:
+        if fcntl is not None:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise CourseError(f"another process is working in {folder}; wait for it, or use "
+                                  "another folder (--out)") from None
+        for leftover in folder.rglob(".*.tmp"):     # of a process that was killed while writing
+            leftover.unlink()
+        yield
+
+
+# ==================================================================================================
+# 4 · The corpus: six office troubles, and which of two answers is better
+# ==================================================================================================
+# Everything below is synthetic and generated by rule: no human chose, wrote or rated anything. That
+# is what makes the *real* criterion checkable: whoever builds the pairs knows which action helps.
+# Invariant: 840/180/180 pairs and 80 isolated probe rows; nothing held out ever reaches a rollout.
+# The mistake: adding probes to training after they showed an error. Then they are no probes any
+# more; a repair needs a new revision of the corpus and a new test (which is what v2 is).
+
+CORPUS_SEED = 49                # the split of the families; not settable, it *is* the corpus
+ACTIONS = (                     # (advice, five ways in which somebody describes the trouble)
+    ("open the print queue and resume it", (
+        "the print queue shows a pause sign",
+        "every print job waits behind a paused queue",
+        "the printer stopped after somebody paused it",
+        "nothing prints and the queue status reads paused",
+        "print jobs pile up because the queue is on hold")),
+    ("push the loose cable back in at both ends", (
+        "the screen stays black and its plug hangs loose",
+        "the scanner lamp is off and a cable lies on the floor",
+        "the keyboard does nothing since its lead was pulled out",
+        "the desk phone has no power and its cord hangs free",
+        "the monitor went dark after the desk was moved")),
+    ("turn the sound back on in the volume menu", (
+        "the call is silent and the speaker icon is crossed out",
+        "a video plays but nobody can hear it",
+        "the headset gives no sound since it was muted",
+        "the volume bar stands at zero",
+        "the meeting is on mute and no voice comes through")),
+    ("switch Wi-Fi on again in the network settings", (
+        "the laptop is offline and the wireless icon is grey",
+        "no page loads because flight mode was left on",
+        "the tablet lost the network when Wi-Fi was switched off",
+        "the wireless light on the notebook is out",
+        "the device sees no network since wireless was disabled")),
+    ("save the document under a clear name", (
+        "the report is finished but still called Untitled",
+        "the title bar shows a star for unsaved changes",
+        "a letter was edited for an hour and never stored",
+        "the editor asks whether to keep the changes",
+        "the draft exists only in an open window")),
+    ("sign in again to renew the session", (
+        "the web form says the session has expired",
+        "the portal sends everybody back to the login page",
+        "the page reports that the sign-in has timed out",
+        "the intranet wants the password again after the break",
+        "the booking page answers that access has lapsed")),
+)
+PLACES = ("At the front desk", "In the meeting room", "In the library corner", "In the post room",
+          "On the second floor", "In the training room", "Beside the kitchen", "In the sales office")
+PROBE_PLACES = ("In the archive", "In the guest office", "At the loading bay", "On the top floor")
+CERTAINTY = ("{Advice}.", "It may help to {advice}.", "This is guaranteed to work: {advice}.")
+POLITE = " Thank you for asking so kindly."
+REFUSALS = ("I cannot help with that.", "I am sorry, but I cannot help with this request.")
+STYLES = tuple((certainty, polite) for certainty in range(3) for polite in (False, True))
+
+
+def response(action: int, certainty: int, polite: bool) -> str:
+    """The answer with this action (0-5), certainty (0 plain, 1 hedged, 2 unjustified), politeness."""
+    advice = ACTIONS[action][0]
+    text = CERTAINTY[certainty].format(advice=advice, Advice=advice[0].upper() + advice[1:])
+    return text + (POLITE if polite else "")
+
+
+def prompt_text(family: str, note: int, source: str, context: str) -> str:
+    """A corpus prompt. The heading names the note: remember that when you read the lazy judge."""
+    heading = (f"Office help, {family}, note {note} ({source}).",
+               f"From a {source}: note {note} about {family}.",
+               f"{family}, note {note}. Source: {source}.")[note % 3]
+    return f"{heading}\n{context}.\nGive one relevant next step and claim no guarantee."
+
+
+def family_context(i: int) -> str:
+    """Family i of 240: 40 an action, every combination of five troubles and eight places."""
+    action, member = divmod(i, 40)
+    return f"{PLACES[member // 5]}, {ACTIONS[action][1][member % 5]}"
+
+
+def family_splits() -> dict[str, list[int]]:
+    """28/6/6 families of each action, by one seeded shuffle per action."""
+    rng, splits = random.Random(CORPUS_SEED), {"train": [], "validation": [], "test": []}
+    for action in range(6):
+        members = list(range(40 * action, 40 * action + 40))
+        rng.shuffle(members)
+        for split, part in (("train", members[:28]), ("validation", members[28:34]),
+                            ("test", members[34:])):
+            splits[split] += sorted(part)
+    return splits
+
+
+def preference_pairs(i: int, revision: str) -> list[tuple[int, tuple, tuple]]:
+    """Five (note, chosen, rejected) of family i; an answer is (action, certainty, polite).
+
+    v1 lets the note number name the design of the pair. v2 rotates the notes and balances the
+    styles, so that nothing but the context tells most of its pairs apart.
+    """
+    right = i // 40
+    if revision == "v1":
+        wrong = (right + 1 + i % 5) % 6
+        designs = [((right, 1, False), (wrong, 2, False)), ((right, 0, False), (wrong, 1, True)),
+                   ((right, 1, True), (wrong, 0, False)), ((right, 1, False), (right, 2, True)),
+                   ((right, 0, True), (wrong, 1, False))]
+        return [(k, *design) for k, design in enumerate(designs)]
+    wrong, even, even_half = (right + 1 + i // 5 % 5) % 6, i % 2 == 0, i // 2 % 2 == 0
+    designs = [((right, 1, even), (wrong, 1, even)), ((right, 0, not even), (wrong, 0, not even)),
+               ((right, 0, False), (wrong, 1, True)), ((right, 1, True), (wrong, 0, False)),
+               ((right, 1, even_half), (right, 2, not even_half))]
+    return [((k + i) % 5, *design) for k, design in enumerate(designs)]
+
+
+def corpus_row(identifier: str, family: str, prompt: str, **columns) -> dict:
+    return {"id": identifier, "family": family, "prompt": prompt,
+            "prompt_sha256": sha256_bytes(prompt.encode()), **columns}
+
+
+def family_rows(i: int, revision: str) -> dict[str, list[dict]]:
+    """All rows that family i could give: pairs, one demonstration, four rollout prompts."""
+    family, context, right = f"OH{i:03d}", family_context(i), i // 40
+    pairs = [corpus_row(f"{family}-P{k}", family,
+                        prompt_text(family, note, "preference card", context),
+                        chosen=response(*chosen), rejected=response(*rejected))
+             for k, (note, chosen, rejected) in enumerate(preference_pairs(i, revision))]
+    demonstration = corpus_row(f"{family}-SFT", family,
+                               prompt_text(family, 7, "demonstration", context),
+                               completion=response(right, 1, i % 2 == 0))
+    rollouts = [corpus_row(f"{family}-RL{k}", family,
+                           prompt_text(family, 11 + k, "live rollout request", context))
+                for k in range(4)]
+    return {"preferences": pairs, "demonstrations": [demonstration], "prompts": rollouts}
+
+
+def probe_rows(revision: str) -> list[dict]:
+    """20 contexts outside the corpus x (correct or wrong) x (plain or polite), all hedged."""
+    rows = []
+    for i in range(20) if revision == "v1" else range(20, 40):
+        family, right, turn = f"PROBE{i:02d}", i % 6, i // 6
+        earlier = ACTIONS[(right + 3) % 6][1][turn % 5]
+        prompt = (f"Probe {family}. An earlier and unrelated case is closed: {earlier}.\n"
+                  f"Now: {PROBE_PLACES[turn % 4]}, {ACTIONS[right][1][turn % 5]}.\n"
+                  "Which next step fits? Claim no guarantee.")
+        rows += [corpus_row(f"{family}-C{int(correct)}-P{int(polite)}", family, prompt,
+                            expected_action=right, correct=correct, polite=polite,
+                            candidate=response(right if correct else (right + 1) % 6, 1, polite))
+                 for correct in (True, False) for polite in (False, True)]
+    return rows
+
+
+def generate_corpus(revision: str = "v1") -> dict[str, list[dict]]:
+    """The whole corpus as {path relative to its folder: rows}, always the same, for v1 or v2."""
+    splits = {split: [family_rows(i, revision) for i in members]
+              for split, members in family_splits().items()}
+    every = lambda split, kind: [row for rows in splits[split] for row in rows[kind]]
+    bare = lambda rows: [{key: row[key] for key in ("id", "family", "prompt", "prompt_sha256")}
+                         for row in rows]
+    test, probes = every("test", "preferences"), probe_rows(revision)
+    return {"train/demonstrations.jsonl": every("train", "demonstrations"),
+            "train/preferences.jsonl": every("train", "preferences"),
+            "train/prompts.jsonl": every("train", "prompts"),
+            "validation/preferences.jsonl": every("validation", "preferences"),
+            "test/prompts.jsonl": bare(test),
+            "test/labels.jsonl": [{**row, "expected_action": family_action(row["family"])}
+                                  for row in test],
+            "probes/prompts.jsonl": bare(probes),
+            "probes/labels.jsonl": probes}
+
+
+def family_action(family: str) -> int:
+    """Which action helps family OH000-OH239: known by construction, 40 families an action."""
+    return int(family[2:]) // 40
+
+
+# The rubric is the real criterion. It does not judge prose: it knows the finite grammar above, and
+# calls everything else UNCERTIFIED, which is not "wrong" but never a success.
+GRAMMAR = {response(action, certainty, polite): (action, certainty, polite)
+           for action in range(6) for certainty, polite in STYLES}
+
+
+def evaluate_response(text: str, finish_reason: str, expected_action: int) -> dict:
+    """Score one answer by the rubric. finish_reason is "eos" or "length", expected_action 0-5.
+
+    Success means: recognized as a whole, finished by EOS, the expected action, no unjustified
+    certainty, no refusal. unsupported_certainty, relevant and polite are None when not recognized.
+    """
+    if finish_reason not in ("eos", "length"):
+        raise ValueError(f"finish_reason is 'eos' or 'length', not {finish_reason!r}")
+    if type(expected_action) is not int or not 0 <= expected_action < 6:
+        raise ValueError(f"expected_action is an int from 0 to 5, not {expected_action!r}")
+    action, certainty, polite = GRAMMAR.get(text, (None, None, None))
+    refusal = text in REFUSALS
+    recognized = refusal or action is not None
+    failures = [reason for reason, failed in (
+        ("undecodable_token", "\ufffd" in text), ("uncertified", not recognized),
+        ("no_eos", finish_reason != "eos"), ("refusal", refusal),
+        ("irrelevant_action", action != expected_action),
+        ("unsupported_certainty", certainty == 2)) if failed]
+    return {"recognized": recognized,
+            "status": "REFUSAL" if refusal else "RECOGNIZED" if recognized else "UNCERTIFIED",
+            "relevant": action == expected_action if recognized else None,
+            "unsupported_certainty": certainty == 2 if recognized else None,
+            "refusal": refusal, "polite": bool(polite) if recognized else None,
+            "rubric_success": not failures, "reason": failures[0] if failures else "success"}
+
+
+def lazy_judge(fit_rows: list[dict], rows: list[dict]) -> float:
+    """Share of `rows` that the best rule which never reads the context gets right.
+
+    All it sees is the note number (the heading follows from it) and both answers' certainty and
+    politeness. For each such case it prefers the style chosen more often in `fit_rows`; a tie of
+    counts, a case never met, and two answers of one style count half.
+    """
+    def case(row):
+        note = re.search(r"note (\d+)", row["prompt"]).group(1)
+        chosen, rejected = GRAMMAR[row["chosen"]][1:], GRAMMAR[row["rejected"]][1:]
+        return (note, frozenset((chosen, rejected))), chosen, rejected
+
+    votes = collections.Counter((key, chosen) for key, chosen, _ in map(case, fit_rows))
+    points = 0.0
+    for key, chosen, rejected in map(case, rows):
+        for_chosen, for_rejected = votes[key, chosen], votes[key, rejected]
+        points += 0.5 if for_chosen == for_rejected else float(for_chosen > for_rejected)
+    return points / len(rows)
+
+
+def audit_corpus(revision: str, corpus: dict[str, list[dict]]) -> dict:
+    """Prove the corpus is what it claims to be; CourseError names the claim that does not hold."""
+    pairs = {split: corpus[path] for split, path in (
+        ("train", "train/preferences.jsonl"), ("validation", "validation/preferences.jsonl"),
+        ("test", "test/labels.jsonl"))}
+    families = {split: {row["family"] for row in rows} for split, rows in pairs.items()}
+    demonstrations, rollouts = corpus["train/demonstrations.jsonl"], corpus["train/prompts.jsonl"]
+    probes = corpus["probes/labels.jsonl"]
+    prompts = [row["prompt"] for rows in (*pairs.values(), demonstrations, rollouts) for row in rows]
+    passes = lambda text, row: evaluate_response(
+        text, "eos", family_action(row["family"]))["rubric_success"]
+    probe_verdict = lambda row: evaluate_response(row["candidate"], "eos", row["expected_action"])
+    claims = {
+        "168/36/36 families": [len(families[s]) for s in pairs] == [168, 36, 36],
+        "840/180/180 pairs": [len(rows) for rows in pairs.values()] == [840, 180, 180],
+        "168 demonstrations, 672 rollout prompts": (len(demonstrations), len(rollouts)) == (168, 672),
+        "2,040 distinct prompts": len(prompts) == len(set(prompts)) == 2040,
+        "80 probe rows, 20 contexts": (len(probes), len({r["family"] for r in probes})) == (80, 20),
+        "no family crosses splits": len(set.union(*families.values())) == 240,
+        "demonstration and rollout families are the train families": families["train"]
+        == {row["family"] for row in demonstrations} == {row["family"] for row in rollouts},
+        "probe families are new": not {r["family"] for r in probes} & set.union(*families.values()),
+        "probe prompts are new": not {row["prompt"] for row in probes} & set(prompts),
+        "chosen passes, rejected fails": all(
+            passes(row["chosen"], row) and not passes(row["rejected"], row)
+            for rows in pairs.values() for row in rows),
+        "demonstrations pass": all(passes(row["completion"], row) for row in demonstrations),
+        "probe candidates score as built": all(
+            (v["rubric_success"], v["polite"]) == (row["correct"], row["polite"])
+            for row in probes for v in [probe_verdict(row)])}
+    for claim, holds in claims.items():
+        if not holds:
+            raise CourseError(f"corpus {revision}: the claim '{claim}' does not hold")
+    return {"revision": revision, "human_feedback": False,
+            "rubric_scope": "the finite grammar of six actions, three certainties, a polite phrase "
+                            "and declared refusals; any other prose is UNCERTIFIED",
+            "claims_proven": list(claims),
+            "lazy_judge": {split: lazy_judge(pairs["train"], rows) for split, rows in pairs.items()}}
+
+
+def corpus_folder(revision: str) -> Path:
+    return DATA if revision == "v1" else DATA / revision
+
+
+def verify_corpus(revision: str) -> dict[str, str]:
+    """Digests of the committed files, all equal to what this script generates; else an error.
+
+    A missing file is written, a changed one is refused by name and left alone.
+    """
+    folder, corpus = corpus_folder(revision), generate_corpus(revision)
+    contents = {path: jsonl_bytes(rows) for path, rows in corpus.items()}
+    digests = {path: sha256_bytes(content) for path, content in contents.items()}
+    manifest = {"corpus": f"OfficeHelpPrefs-{revision}", "seed": CORPUS_SEED, "sha256": digests,
+                "rows": {path: len(rows) for path, rows in corpus.items()}}
+    contents["audit.json"] = json.dumps(audit_corpus(revision, corpus), indent=1).encode() + b"\n"
+    contents["manifest.json"] = json.dumps(manifest, indent=1).encode() + b"\n"
+    for path, content in contents.items():
+        if not (folder / path).exists():
+            write_bytes(folder / path, content)
+        elif (folder / path).read_bytes() != content:
+            raise CourseError(f"{folder / path} was changed: it is not what this script generates "
+                              "(delete it and run --phase data, or restore it)")
+    return digests
+
+
+def phase_data(run: Run) -> None:
+    """Generate both revisions, audit them, compare with the committed files; print what a lazy
+    judge could score, because the first corpus has a hole that held-out accuracy does not show."""
+    for revision in ("v1", "v2"):
+        rows = {path: len(text.splitlines()) for path in verify_corpus(revision)
+                for text in [(corpus_folder(revision) / path).read_bytes()]}
+        lazy = read_json(corpus_folder(revision) / "audit.json")["lazy_judge"]
+        say(f"corpus {revision}: {rows['train/preferences.jsonl']}/"
+            f"{rows['validation/preferences.jsonl']}/{rows['test/labels.jsonl']} pairs, "
+            f"{rows['train/demonstrations.jsonl']} demonstrations, "
+            f"{rows['train/prompts.jsonl']} rollout prompts, {rows['probes/labels.jsonl']} probes")
+        say(f"  a judge that never reads the context could score {lazy['train']:.0%} on train, "
+            f"{lazy['validation']:.0%} on validation, {lazy['test']:.0%} on test")
+    say("  v1 keeps that hole on purpose: held-out accuracy will not show it, the judge audit will.")
+
+
+# ==================================================================================================
+# 5 · Tokens, masks, batches
+# ==================================================================================================
+# Invariant: masks come from lengths, never from ids. The mistake: masking wherever the id looks
+# like padding. Where PAD equals EOS that hides the end of every answer, and nobody learns to stop.
+
+PAD, IM_START, EOS = 151643, 151644, 151645
+SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+
+
+class Tokens:
+    """The pinned tokenizer, with text that can never become a control token."""
+
+    def __init__(self, path: Path = HERE / "tokenizer.json"):
+        data = path.read_bytes() if path.is_file() else b""
+        if sha256_bytes(data) != PINNED_SHA256["tokenizer.json"]:
+            raise CourseError(f"{path} has {len(data)} bytes and is not the pinned tokenizer "
+                              f"({PINNED_BYTES['tokenizer.json']} bytes); take it from "
+                              f"{PINNED_ADDRESS}tokenizer.json")
+        self.tokenizer = read_native(lambda p: tokenizers.Tokenizer.from_file(str(p)), path)
+        self.tokenizer.encode_special_tokens = True   # "<|im_end|>" typed by a user stays text
+        self.tokenizer.no_truncation()                # whatever is stored in the file
+        self.tokenizer.no_padding()
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def prompt(self, text: str, limit: int = 256) -> list[int]:
+        """Ids of one user turn exactly as the model's chat template renders it, default system
+        turn and generation prompt included. Control tokens are put in by id."""
+        newline = self.encode("\n")
+        ids = [IM_START, *self.encode(f"system\n{SYSTEM}"), EOS, *newline,
+               IM_START, *self.encode(f"user\n{text}"), EOS, *newline,
+               IM_START, *self.encode("assistant\n")]
+        if len(ids) > limit:
+            raise CourseError(f"a prompt has {len(ids)} tokens, the limit is {limit}; shorten it: "
+                              f"{text[:60]!r}")
+        return ids
+
+    def answer(self, text: str, limit: int = 64) -> list[int]:
+        """Ids of a response text and its EOS. Too long is an error: a cut example would teach
+        that answers do not end."""
+        ids = [*self.encode(text), EOS]
+        if len(ids) > limit:
+            raise CourseError(f"a response has {len(ids)} tokens, EOS included, the limit is "
+                              f"{limit}: {text[:60]!r}")
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of all ids but the final EOS; other special tokens stay visible, and an id that
+        has no token becomes U+FFFD, which no rubric passes."""
+        ids = ids[:-1] if ids and ids[-1] == EOS else ids
+        text, known = [], []
+        for token in [*ids, None]:
+            if token is not None and self.tokenizer.id_to_token(token) is not None:
+                known.append(token)
+                continue
+            text.append(self.tokenizer.decode(known, skip_special_tokens=False))
+            text.append("" if token is None else "\ufffd")
+            known = []
+        return "".join(text)
+
+
+@dataclass
+class Batch:
+    """Prompts padded on the left, responses on the right: every response starts in column P.
+
+        ids        PAD PAD p p p | r r r EOS PAD      [B, T]  with T = P + R
+        attention   0   0  1 1 1 | 1 1 1  1   0       [B, T]
+        mask                       1 1 1  1   0       [B, R]
+    """
+    ids: Tensor
+    attention: Tensor
+    prompt_width: int
+
+    @property
+    def mask(self) -> Tensor:
+        """[B, R] True at response tokens, EOS included."""
+        return self.attention[:, self.prompt_width:]
+
+    @property
+    def response_ids(self) -> Tensor:
+        return self.ids[:, self.prompt_width:]                                       # [B, R]
+
+    @property
+    def response_mask(self) -> Tensor:
+        """[B, T] the same over the whole width."""
+        mask = self.attention.clone()
+        mask[:, :self.prompt_width] = False
+        return mask
+
+
+def collate(prompts: list[list[int]], responses: list[list[int]], device="cpu",
+            pad: int = PAD) -> Batch:
+    """Lists of ids -> one Batch. Content of the padding is never read (tests change it)."""
+    P, R = max(map(len, prompts)), max(map(len, responses))
+    ids = torch.full((len(prompts), P + R), pad)
+    attention = torch.zeros(len(prompts), P + R, dtype=torch.bool)
+    for row, (p, r) in enumerate(zip(prompts, responses, strict=True)):
+        ids[row, P - len(p):P + len(r)] = torch.tensor(p + r)
+        attention[row, P - len(p):P + len(r)] = True
+    return Batch(ids.to(device), attention.to(device), P)
+
+
+def groups(items: list, size: int) -> list[list]:
+    return [items[start:start + size] for start in range(0, len(items), size)]
+
+
+# ==================================================================================================
+# 6 · Four roles: one architecture, four independent sets of parameters
+# ==================================================================================================
+# actor      the policy that answers                     starts from SFT, learns in PPO
+# reference  what the actor was before PPO               an independent copy, never learns
+# reward     the judge: a score for a whole answer       learns from the pairs, then frozen
+# critic     expects, at each token, what will follow    starts from SFT, learns in PPO
+#
+# Only small adapters and heads learn (LoRA); the base below them is frozen in every role.
+# Invariant: nothing is shared, not even the frozen base. The mistake: one trainable backbone for
+# judge and critic. Then fitting the critic moves the judge, and the target moves with the aim.
+
+class LoRALinear(nn.Module):
+    """y = W x + (alpha / rank) * B(A x): a frozen linear layer plus a low-rank branch that learns.
+
+    x [..., in] -> [..., out]. A is [rank, in], B is [out, rank]; both FP32 and without bias. The
+    branch is computed in FP32 and the sum returned in the base's dtype (Hu et al. 2021, eq. 3).
+    """
+
+    def __init__(self, base: nn.Linear, rank: int, alpha: float, generator: torch.Generator):
+        super().__init__()
+        self.base, self.scaling = base, alpha / rank
+        device = base.weight.device
+        # skip_init: nn.Linear would draw from the global generator before we overwrite its draw.
+        self.lora_A = nn.utils.skip_init(nn.Linear, base.in_features, rank, bias=False)
+        self.lora_B = nn.utils.skip_init(nn.Linear, rank, base.out_features, bias=False)
+        # B starts at zero, so the adapted layer starts equal to its base; A must not, or neither
+        # would ever get a gradient.
+        nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5), generator=generator)
+        nn.init.zeros_(self.lora_B.weight)
+        self.lora_A.to(device=device, dtype=torch.float32)
+        self.lora_B.to(device=device, dtype=torch.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        base = self.base(x)                                                          # [..., out]
+        branch = self.lora_B(self.lora_A(x.float()))                                 # [..., out]
+        return (base + self.scaling * branch).to(base.dtype)
+
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass
+class Role:
+    """A backbone with adapters and perhaps a head; `trainable` says whether it may learn."""
+    name: str
+    model: Qwen2
+    head: nn.Linear | None = None   # width -> 1; the judge's score or the critic's value
+    trainable: bool = True
+    output: OutputColumns = None    # the vocabulary projection (section 7)
+
+    def __post_init__(self):
+        self.output = OutputColumns(self.model)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(self.trainable and name in self.learned())
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        head = {} if self.head is None else dict(self.head.named_parameters(prefix="head"))
+        return {**dict(self.model.named_parameters()), **head}
+
+    def learned(self) -> dict[str, nn.Parameter]:
+        """Adapters and head by name, frozen or not. A backbone without adapters learns itself."""
+        everything = self.named_parameters()
+        adapters = {name: p for name, p in everything.items() if ".lora_" in name}
+        return {**adapters, **{n: p for n, p in everything.items() if n.startswith("head.")}} \
+            if adapters else everything
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.model.embed_tokens.weight.device
+
+
+def build_role(name: str, model: Qwen2, seed: int = 49, rank: int = 8, alpha: float = 16,
+               head: str | None = None, trainable: bool = True) -> Role:
+    """Make `model` (which the role keeps for itself) into a role with fresh adapters.
+
+    A is drawn for the modules in sorted name order from `seed`. head: None, "zero" (critic) or
+    "normal" (judge: weight N(0, 0.02), bias 0, from a generator of its own).
+    """
+    model.requires_grad_(False).eval()
+    generator = torch.Generator().manual_seed(seed)
+    for path in sorted(n for n, m in model.named_modules() if n.split(".")[-1] in PROJECTIONS):
+        parent, leaf = path.rsplit(".", 1)
+        layer = LoRALinear(model.get_submodule(path), rank, alpha, generator)
+        setattr(model.get_submodule(parent), leaf, layer.eval())
+    linear = None
+    if head is not None:
+        linear = nn.utils.skip_init(nn.Linear, model.config.hidden_size, 1)
+        nn.init.zeros_(linear.weight)
+        nn.init.zeros_(linear.bias)
+        if head == "normal":
+            nn.init.normal_(linear.weight, std=0.02, generator=torch.Generator().manual_seed(seed))
+        linear.to(model.model.embed_tokens.weight.device)
+    return Role(name, model, linear, trainable)
+
+
+def tensors_identity(tensors: dict[str, Tensor]) -> str:
+    """sha256 over names, dtypes, shapes and bytes."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def learned_identity(role: Role) -> str:
+    """Fingerprint of what may learn: adapters and head."""
+    return tensors_identity(role.learned())
+
+
+def frozen_identity(role: Role) -> str:
+    """Fingerprint of the base below the adapters."""
+    learned = role.learned()
+    return tensors_identity({n: p for n, p in role.named_parameters().items() if n not in learned})
+
+
+def assert_role_isolation(roles: dict[str, Role]) -> None:
+    """CourseError if two roles share storage, or one is not built as section 6 says."""
+    owner: dict[int, str] = {}
+    for name, role in roles.items():
+        config, model, parameters = role.model.config, role.model, role.named_parameters()
+        for key, parameter in parameters.items():
+            storage = parameter.untyped_storage().data_ptr()
+            if owner.setdefault(storage, name) != name:
+                raise CourseError(f"roles {owner[storage]} and {name} share the storage of {key}")
+        learned = role.learned()
+        for key, parameter in parameters.items():
+            if parameter.requires_grad != (role.trainable and key in learned):
+                raise CourseError(f"role {name}: {key} has requires_grad={parameter.requires_grad}")
+            if key in learned and parameter.dtype != torch.float32:
+                raise CourseError(f"role {name}: {key} is {parameter.dtype}, adapters and heads "
+                                  "are FP32 (BF16 would round small updates away)")
+        adapters = [m for m in model.modules() if isinstance(m, LoRALinear)]
+        if len(adapters) != 7 * config.num_hidden_layers:
+            raise CourseError(f"role {name} has {len(adapters)} adapters, expected "
+                              f"{7 * config.num_hidden_layers}")
+        for layer in adapters:
+            rank = layer.lora_A.weight.shape[0]
+            if layer.lora_A.weight.shape != (rank, layer.base.in_features) \
+                    or layer.lora_B.weight.shape != (layer.base.out_features, rank):
+                raise CourseError(f"role {name}: an adapter's shape does not fit its layer")
+        if role.head is not None and role.head.weight.shape != (1, config.hidden_size):
+            raise CourseError(f"role {name}: the head is {tuple(role.head.weight.shape)}, "
+                              f"expected (1, {config.hidden_size})")
+        if config.tie_word_embeddings and hasattr(model, "lm_head"):
+            raise CourseError(f"role {name}: input and output embedding should be one tensor")
+
+
+def adapter_config(rank: int, alpha: int, task: str, base_name: str) -> dict:
+    return {"peft_type": "LORA", "task_type": task, "r": rank, "lora_alpha": alpha,
+            "lora_dropout": 0.0, "bias": "none", "target_modules": list(PROJECTIONS),
+            "modules_to_save": ["score"] if task == "SEQ_CLS" else None,
+            "base_model_name_or_path": base_name, "fan_in_fan_out": False,
+            "inference_mode": True}
+
+
+def save_adapter(role: Role, folder: Path, rank: int, alpha: int, base_name: str) -> None:
+    """Write the learned state in PEFT's layout, and the head (if any) as head.safetensors."""
+    learned = {name: p.detach().cpu().contiguous() for name, p in role.learned().items()}
+    adapter = {f"base_model.model.{n}": t for n, t in learned.items() if ".lora_" in n}
+    if role.head is not None:
+        head = {"weight": learned["head.weight"], "bias": learned["head.bias"]}
+        write_bytes(folder / "head.safetensors", safetensors.torch.save(head))
+    judge = role.name == "reward"
+    if judge:  # PEFT's classifier has a weight and no bias: its scores are ours minus the bias
+        adapter["base_model.model.score.weight"] = learned["head.weight"].clone()
+    write_bytes(folder / "adapter_model.safetensors", safetensors.torch.save(adapter))
+    write_json(folder / "adapter_config.json",
+               adapter_config(rank, alpha, "SEQ_CLS" if judge else "CAUSAL_LM", base_name))
+
+
+def load_adapter(role: Role, folder: Path, rank: int, alpha: int, head: bool | None = None) -> Role:
+    """Load what save_adapter wrote; a missing or foreign entry is an error that names it.
+
+    head: whether a head must be loaded too (default: if the role has one). The critic starts from
+    the SFT adapters, which have none, and keeps its zero head.
+    """
+    stored = read_json(folder / "adapter_config.json")
+    for key, expected in (("r", rank), ("lora_alpha", alpha)):
+        if stored.get(key) != expected:
+            raise CourseError(f"{folder / 'adapter_config.json'}: {key} is {stored.get(key)!r}, "
+                              f"this run has {expected!r}")
+    path = folder / "adapter_model.safetensors"
+    tensors = read_native(safetensors.torch.load_file, path)
+    tensors.pop("base_model.model.score.weight", None)
+    tensors = {name.removeprefix("base_model.model."): t for name, t in tensors.items()}
+    if role.head is not None and head is not False:
+        loaded = read_native(safetensors.torch.load_file, folder / "head.safetensors")
+        tensors.update({f"head.{name}": t for name, t in loaded.items()})
+    copy_learned(role, tensors, path, missing_head_is_fine=head is False)
+    return role
+
+
+@torch.no_grad()
+def copy_learned(role: Role, tensors: dict[str, Tensor], source: Path | str,
+                 missing_head_is_fine: bool = False) -> None:
+    """Copy tensors by name into a role's learned parameters; names and shapes must all match."""
+    learned = role.learned()
+    for name in sorted(set(learned) | set(tensors)):
+        if name not in tensors and missing_head_is_fine and name.startswith("head."):
+            continue
+        if name not in tensors or name not in learned:
+            raise CourseError(f"{source}: {name} is "
+                              f"{'missing' if name not in tensors else 'not part of this role'}")
+        if tensors[name].shape != learned[name].shape or tensors[name].dtype != torch.float32:
+            raise CourseError(f"{source}: {name} is {tensors[name].dtype} "
+                              f"{tuple(tensors[name].shape)}, expected torch.float32 "
+                              f"{tuple(learned[name].shape)}")
+        learned[name].copy_(tensors[name])
+
+
+# ==================================================================================================
+# 7 · Scores: log-probabilities, values, and the judge's score
+# ==================================================================================================
+
+def token_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
+    """log softmax(logits)[ids] in FP32. logits [..., V], ids [...] -> [...]."""
+    logits = logits.float()
+    return logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
+
+
+class OutputColumns:
+    """The vocabulary projection, at the cost of its live columns only.
+
+    In the tiny model most of the 151,936 embedding rows are exactly zero, so their logits are
+    exactly zero, and the full softmax needs only the L live columns and a constant:
+
+        sum over V of exp(logit) = sum over L of exp(logit) + (V - L) * exp(0)
+
+    In the real model every column is live, V - L = 0, and this is the plain softmax.
+    """
+
+    def __init__(self, model: Qwen2):
+        weight = getattr(model, "lm_head", model.model.embed_tokens).weight.detach()                                   # [V, H]
+        live = (weight != 0).any(dim=1)                                              # [V]
+        self.ids = live.nonzero().squeeze(1)                                         # [L]
+        self.weight = weight if bool(live.all()) else weight[self.ids]               # [L, H]
+        self.dead = len(live) - len(self.ids)                                        # V - L
+        self.slot = torch.where(live, live.cumsum(0) - 1, -1)      # [V] column of an id, or -1
+        self.first_dead = int((~live).int().argmax()) if self.dead else -1
+        self.dead_before = self.ids - torch.arange(len(self.ids), device=weight.device)  # [L]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., H] -> FP32 [..., L]."""
+        return F.linear(hidden, self.weight).float()
+
+    def log_normalizer(self, logits: Tensor) -> Tensor:
+        total = logits.logsumexp(-1)                                                 # [...]
+        return torch.logaddexp(total, total.new_tensor(math.log(self.dead))) if self.dead else total
+
+    def logprobs(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """[..., L] and ids [...] of the full vocabulary -> FP32 [...]."""
+        slot = self.slot[ids]
+        chosen = logits.gather(-1, slot.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        return torch.where(slot >= 0, chosen, 0.0) - self.log_normalizer(logits)
+
+    def greedy(self, logits: Tensor) -> Tensor:
+        """[B, L] -> ids [B] of the largest logit among all V."""
+        best, column = logits.max(-1)
+        return torch.where(best < 0, self.first_dead, self.ids[column]) if self.dead \
+            else self.ids[column]
+
+    def sample(self, logits: Tensor, uniforms: Tensor) -> Tensor:
+        """[B, L] and one uniform in [0, 1) a row -> ids [B] by the inverse CDF over all V ids.
+
+        torch.multinomial over V columns would take most of a decoding step, and would make a draw
+        depend on its neighbours. In FP64, since 151,936 FP32 terms sum to 1 only roughly.
+        """
+        log_normalizer = self.log_normalizer(logits).double().unsqueeze(-1)          # [B, 1]
+        probability = (logits.double() - log_normalizer).exp()                       # [B, L]
+        dead = (-log_normalizer).exp() if self.dead else torch.zeros_like(log_normalizer)  # [B, 1]
+        # Mass up to and including each live id, with that of the dead ids that lie before it.
+        cdf = probability.cumsum(-1) + self.dead_before * dead                       # [B, L]
+        total = cdf[:, -1:] + (self.dead - self.dead_before[-1]) * dead
+        target = uniforms.to(cdf).unsqueeze(-1) * total                              # [B, 1]
+        # The first id whose mass ends beyond the target: its own share can't be zero.
+        column = torch.searchsorted(cdf, target, right=True)                         # [B, 1]
+        inside = column.clamp(max=cdf.shape[-1] - 1)
+        ids = self.ids[inside]
+        if self.dead:  # the target may lie in the gap of dead ids before that live one
+            begin = torch.where(column < cdf.shape[-1],
+                                cdf.gather(-1, inside) - probability.gather(-1, inside), total)
+            end = torch.where(column < cdf.shape[-1], ids, len(self.slot))
+            back = ((begin - target) / dead).ceil().long()
+            ids = torch.where(target < begin, end - back.clamp(min=1), ids)
+        return ids.squeeze(-1)
+
+
+def prefix_hidden(role: Role, batch: Batch) -> Tensor:
+    """[B, R, H]: in column t the state of the prefix that is about to produce response token t.
+
+    The shift from positions to the tokens they predict happens here and nowhere else.
+    """
+    hidden = role.model(batch.ids, batch.attention)                                  # [B, T, H]
+    return hidden[:, batch.prompt_width - 1:-1]                                      # [B, R, H]
+
+
+def response_logprobs(role: Role, batch: Batch) -> Tensor:
+    """[B, R] log-probability of every response token, 0 in the padding.
+
+    Only positions that predict a response token meet the vocabulary.
+    """
+    mask = batch.mask
+    logits = role.output.logits(prefix_hidden(role, batch)[mask])                    # [N, L]
+    logp = role.output.logprobs(logits, batch.response_ids[mask])                    # [N]
+    return torch.zeros(mask.shape, device=logp.device).masked_scatter(mask, logp)
+
+
+def prefix_values(role: Role, batch: Batch) -> Tensor:
+    """[B, R] what the critic expects before each response token is produced."""
+    return role.head(prefix_hidden(role, batch).float()).squeeze(-1)
+
+
+def reward_scores(role: Role, input_ids: Tensor, attention_mask: Tensor,
+                  response_mask: Tensor) -> Tensor:
+    """[B] the judge's score: its head at the last active response token, EOS included.
+
+    input_ids, attention_mask and response_mask (boolean) are [B, T]. Found from the mask, never
+    from a fixed column or an id: EOS also stands inside the prompt, and under padding the last
+    column is PAD. ValueError for a mask that cannot be meant.
+    """
+    if response_mask.dtype != torch.bool or response_mask.shape != input_ids.shape:
+        raise ValueError(f"response_mask must be boolean {tuple(input_ids.shape)}, it is "
+                         f"{response_mask.dtype} {tuple(response_mask.shape)}")
+    if not bool(response_mask.any(dim=1).all()):
+        raise ValueError("response_mask has a row without any response token")
+    if bool((response_mask & ~attention_mask.bool()).any()):
+        raise ValueError("response_mask marks a token outside the attention mask")
+    columns = torch.arange(input_ids.shape[1], device=input_ids.device)
+    last = torch.where(response_mask, columns, -1).amax(dim=1)                       # [B]
+    hidden = role.model(input_ids, attention_mask)                                   # [B, T, H]
+    final = hidden[torch.arange(len(last), device=last.device), last]                # [B, H]
+    return role.head(final.float()).squeeze(-1)
+
+
+def judge(role: Role, batch: Batch) -> Tensor:
+    """[B] scores of the batch's responses."""
+    return reward_scores(role, batch.ids, batch.attention, batch.response_mask)
+
+
+def response_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """[B, R] -> [B]: mean over a response's own tokens (the denominator is its length)."""
+    return torch.where(mask, x, 0).sum(1) / mask.sum(1)
+
+
+# ==================================================================================================
+# 8 · Learning: what SFT, the reward model, PPO and the tiny base have in common
+# ==================================================================================================
+# One object carries everything that the next update depends on, so that "save" and "resume" can't
+# forget a part. Invariant: stop after any update, start a fresh process, and every later number is
+# the same to the last bit. The mistakes: replaying the first epoch's order; restoring the random
+# state after data was drawn; a changed budget that silently reshapes the learning rate.
+
+def learning_rate(step: int, total: int, peak: float, warmup_ratio: float = 0.1,
+                  min_lr_ratio: float = 0.1) -> float:
+    """Rate of update `step` (0-based) of `total`: linear up to `peak`, then linear down.
+
+    With w = max(1, int(warmup_ratio * total)), updates w-1 and w are at the peak and the last one
+    is at min_lr_ratio * peak.
+    """
+    warmup = max(1, int(warmup_ratio * total))
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    done = min(1.0, (step - warmup) / max(1, total - warmup - 1))
+    return peak * (1 - (1 - min_lr_ratio) * done)
+
+
+def environment(device: torch.device) -> dict:
+    """What exactness depends on besides the code: bits may differ where one of these does."""
+    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else \
+        torch.cpu.get_capabilities().get("cpu_name") or platform.machine()
+    return {"python": platform.python_version(), "torch": torch.__version__,
+            "device": f"{device.type} ({chip})", "threads": torch.get_num_threads()}
+
+
+class Training:
+    """All that a learning phase carries from one update to the next.
+
+    phase, total     its name, its number of updates (for PPO: iterations)
+    roles            {name: Role}, learning and frozen ones
+    peaks            {name of a learning role: (number of its updates, peak rate)}
+    next             index of the next update; also where to save, keep a copy, and validate
+    history          JSON-able record of everything that happened
+    """
+
+    def __init__(self, phase: str, cfg, total: int, roles: dict[str, Role],
+                 peaks: dict[str, tuple[int, float]], history: dict):
+        random.seed(cfg.seed)
+        np.random.seed(cfg.seed % 2**32)
+        torch.manual_seed(cfg.seed)
+        self.phase, self.cfg, self.total, self.roles = phase, cfg, total, roles
+        self.peaks, self.history, self.next = peaks, history, 0
+        self.generators = {"order": torch.Generator().manual_seed(cfg.seed + 100),
+                           "sampling": torch.Generator().manual_seed(cfg.seed + 200)}
+        self.order: list[int] = []      # permutation of the data in use, and how far it is used up
+        self.cursor = 0
+        self.consumed: list[str] = []   # ids of rollouts that were trained on
+        self.resumed_at: list[int] = []
+        self.caveats: list[str] = []    # what ends the claim of exactness
+        self.device = next(iter(roles.values())).device
+        self.optimizers = {name: torch.optim.AdamW(roles[name].learned().values(), lr=0.0,
+                                                   weight_decay=cfg.weight_decay)
+                           for name in peaks}
+        self.frozen = {name: frozen_identity(role) for name, role in roles.items()}
+        self.begin = {name: learned_identity(role) for name, role in roles.items()}
+        if roles.keys() != {"base"}:
+            assert_role_isolation(roles)
+
+    def draw(self, size: int, count: int, fill: bool = False) -> list[int]:
+        """Indices of the next `size` of `count` rows, from one permutation an epoch.
+
+        The last group of an epoch is short where size does not divide count; with `fill` (PPO) it
+        is filled up from the next permutation.
+        """
+        picked: list[int] = []
+        while len(picked) < size:
+            if self.cursor == len(self.order):
+                if picked and not fill:
+                    break
+                self.order = torch.randperm(count, generator=self.generators["order"]).tolist()
+                self.cursor = 0
+            taken = self.order[self.cursor:self.cursor + size - len(picked)]
+            picked, self.cursor = picked + taken, self.cursor + len(taken)
+        return picked
+
+    def rate(self, name: str, update: int) -> float:
+        total, peak = self.peaks[name]
+        return learning_rate(update, total, peak, self.cfg.warmup_ratio, self.cfg.min_lr_ratio)
+
+    def apply(self, name: str, update: int) -> dict:
+        """One optimizer step of role `name` with the gradients that were just accumulated.
+
+        Returns rate and gradient norm (before clipping). CourseError if a gradient is missing or
+        not finite, if all are zero, or if a frozen parameter of any role holds one.
+        """
+        learned = self.roles[name].learned()
+        for key, parameter in learned.items():
+            if parameter.grad is None:
+                raise CourseError(f"{self.phase}, update {update + 1}: {name} has no gradient for "
+                                  f"{key}")
+        norm = float(nn.utils.clip_grad_norm_(learned.values(), self.cfg.grad_clip))
+        if not math.isfinite(norm):
+            raise CourseError(f"{self.phase}, update {update + 1}: the gradient of {name} is not "
+                              "finite; lower its learning rate")
+        if norm == 0:
+            raise CourseError(f"{self.phase}, update {update + 1}: every gradient of {name} is 0")
+        for other, role in self.roles.items():
+            for key, parameter in role.named_parameters().items():
+                if parameter.grad is not None and not parameter.requires_grad:
+                    raise CourseError(f"frozen parameter {key} of {other} holds a gradient")
+        lr = self.rate(name, update)
+        optimizer = self.optimizers[name]
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return {"lr": lr, "gradient_norm": norm}
+
+    def state(self) -> dict:
+        """Everything, as plain containers and tensors that weights_only=True can load."""
+        version, internal, gauss = random.getstate()
+        kind, keys, *rest = np.random.get_state()
+        updates_each = {name: total // self.total for name, (total, _) in self.peaks.items()}
+        return {
+            "phase": self.phase, "total": self.total, "next": self.next,
+            "next_rate": {n: self.rate(n, self.next * k) for n, k in updates_each.items()},
+            "learned": {n: {k: p.detach().cpu().clone() for k, p in role.learned().items()}
+                        for n, role in self.roles.items()},
+            "learned_identity": {n: learned_identity(role) for n, role in self.roles.items()},
+            "frozen_identity": dict(self.frozen),
+            "optimizers": {n: {"names": list(self.roles[n].learned()),
+                               "state": optimizer.state_dict()["state"]}
+                           for n, optimizer in self.optimizers.items()},
+            "order": list(self.order), "cursor": self.cursor, "consumed": list(self.consumed),
+            "generators": {n: g.get_state() for n, g in self.generators.items()},
+            "rng": {"python": [version, list(internal), gauss],
+                    "numpy": [kind, keys.tolist(), *rest], "torch": torch.get_rng_state(),
+                    "cuda": torch.cuda.get_rng_state_all() if self.device.type == "cuda" else []},
+            "history": self.history, "resumed_at": list(self.resumed_at),
+            "caveats": list(self.caveats), "environment": environment(self.device)}
+
+    def restore(self, state: dict, source: Path) -> None:
+        """Take over a saved state, after checking that it belongs to exactly these roles."""
+        for key, mine in (("phase", self.phase), ("total", self.total),
+                          ("frozen_identity", self.frozen)):
+            if state[key] != mine:
+                raise CourseError(f"{source}: {key} is {state[key]}, this run has {mine}")
+        for name, role in self.roles.items():
+            copy_learned(role, state["learned"][name], source)
+            if learned_identity(role) != state["learned_identity"][name]:
+                raise CourseError(f"{source}: the parameters of {name} do not fit their digest")
+        for name, optimizer in self.optimizers.items():
+            saved, names = state["optimizers"][name], list(self.roles[name].learned())
+            if saved["names"] != names:
+                raise CourseError(f"{source}: the optimizer of {name} was made for other parameters")
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": saved["state"]})
+        self.next, self.order, self.cursor = state["next"], state["order"], state["cursor"]
+        rates = {n: self.rate(n, self.next * (t // self.total)) for n, (t, _) in self.peaks.items()}
+        if rates != state["next_rate"]:
+            raise CourseError(f"{source}: next_rate is {state['next_rate']}, this run has {rates}")
+        self.consumed, self.history = state["consumed"], state["history"]
+        self.resumed_at, self.caveats = state["resumed_at"], state["caveats"]
+        for name, generator in self.generators.items():
+            generator.set_state(state["generators"][name])
+        version, internal, gauss = state["rng"]["python"]
+        random.setstate((version, tuple(internal), gauss))
+        np.random.set_state(tuple(state["rng"]["numpy"]))
+        torch.set_rng_state(state["rng"]["torch"])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state_all(state["rng"]["cuda"])
+
+    def check_identities(self) -> None:
+        """After learning: what learns did change (unless its rate is 0), nothing else did."""
+        for name, role in self.roles.items():
+            if frozen_identity(role) != self.frozen[name]:
+                raise CourseError(f"{self.phase}: the frozen base of {name} changed")
+            changed = learned_identity(role) != self.begin[name]
+            if name in self.peaks and not changed and self.peaks[name][1] > 0 and self.total > 0:
+                raise CourseError(f"{self.phase}: {name} did not change although it learns")
+            if name not in self.peaks and changed:
+                raise CourseError(f"{self.phase}: {name} changed although it is frozen")
+
+
+def save_state(path: Path, state: dict) -> None:
+    """torch.save through gzip: level 1 is fast, and histories shrink a lot."""
+    with atomic_file(path) as temporary:
+        with gzip.open(temporary, "wb", compresslevel=1) as stream:
+            torch.save(state, stream)
+
+
+def load_state(path: Path) -> dict:
+    """Load a state with weights_only=True and no other way: a pickle could run any code."""
+    try:
+        data = io.BytesIO(gzip.decompress(path.read_bytes()))
+        return torch.load(data, weights_only=True)
+    except (EOFError, gzip.BadGzipFile, zlib.error, pickle.UnpicklingError, RuntimeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CourseError(f"{path} is no state of this program or is damaged ({reason}); delete it "
+                          "to start that phase again") from None
+
+
+def without_durations(value):
+    """The same nested value without what may differ between two equal runs."""
+    if isinstance(value, dict):
+        return {k: without_durations(v) for k, v in value.items()
+                if k not in ("seconds", "resumed_at", "caveats", "environment", "identity")}
+    return [without_durations(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def numerical_entries(value, path: str = "") -> dict[str, str]:
+    """{path: digest or text} of every leaf; tensors and floats count bit for bit."""
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)
+    elif isinstance(value, Tensor):
+        return {path: tensors_identity({"": value})}
+    else:
+        return {path: value.hex() if isinstance(value, float) else repr(value)}
+    return {k: v for key, item in items for k, v in numerical_entries(item, f"{path}/{key}").items()}
+
+
+def train(training: Training, step, run: Run | None = None, save_every: int = 1 << 30,
+          keep_at: int = -1, validate_at: set[int] = frozenset(), validate=None,
+          describe=None, stop: StopRequest | None = None) -> None:
+    """Run the remaining updates of a phase; every learning phase goes through this loop.
+
+    step(training) does one update and appends to the history. With a `run`, states are saved at
+    multiples of save_every, at the end and on a signal; one is kept at keep_at for section 14.
+    """
+    progress = Progress(training.phase, training.next, training.total)
+    folder, stop = (run.path(training.phase), run.stop) if run else (None, stop)
+    while True:
+        if run and training.next == keep_at:
+            save_state(folder / KEPT_STATE, run.sealed(training))
+        if training.next == training.total:
+            break
+        step(training)
+        training.next += 1
+        if training.next in validate_at:
+            training.history["validation"].append(validate(training))
+        if run and (training.next % save_every == 0 or training.next == training.total
+                    or stop.requested):
+            save_state(folder / "state.pt.gz", run.sealed(training))
+        if run and (training.next % run.config.log_every == 0 or training.next == training.total):
+            progress.line(training.next, describe(training))
+        if stop and training.next < training.total:
+            stop.check(f"{training.phase} after {training.next} of {training.total}")
+
+
+class Progress:
+    """One aligned line now and then, with an estimate of the time left; fit for a pipe."""
+
+    def __init__(self, phase: str, start: int, total: int):
+        self.phase, self.start, self.total, self.begin = phase, start, total, time.monotonic()
+
+    def line(self, done: int, text: str) -> None:
+        elapsed = time.monotonic() - self.begin
+        left = elapsed / max(1, done - self.start) * (self.total - done)
+        say(f"{self.phase:>8} {done:4d}/{self.total}  {text}  {clock(left)} left")
+
+
+KEPT_STATE = "state-kept.pt.gz"    # from the middle of a phase, for the proof in section 14
+
+
+def start_or_resume(run: Run, training: Training) -> bool:
+    """Restore the phase's last state if there is one. Returns whether it starts from the beginning."""
+    path = run.path(training.phase) / "state.pt.gz"
+    if not path.exists():
+        return True
+    state = load_state(path)
+    caveats = run.check_identity(state["identity"], training.phase, path)
+    training.restore(state, path)
+    now = environment(training.device)
+    caveats += [f"{key} is now {now[key]}, it was {state['environment'][key]}"
+                for key in now if now[key] != state["environment"][key]]
+    for caveat in caveats:
+        say(f"WARNING: {training.phase}: {caveat}: no claim that the result is bit for bit the same")
+    training.caveats += caveats
+    if training.next < training.total:
+        training.resumed_at.append(training.next)
+    say(f"{training.phase} goes on after {training.next} of {training.total}")
+    return False
+
+
+# ==================================================================================================
+# 9 · The base: a pinned model that is verified, or a tiny one that is pretrained here
+# ==================================================================================================
+# The tiny base must speak the language of the task and be a mediocre adviser: irrelevant,
+# over-certain or polite by chance. Then SFT and PPO have something to move. Its chats have their
+# own headings and places; it never sees a prompt or a family of the corpus.
+
+TINY = Qwen2Config(vocab_size=151936, hidden_size=192, intermediate_size=448, num_hidden_layers=3,
+                   num_attention_heads=6, num_key_value_heads=2, rms_norm_eps=1e-6,
+                   rope_theta=1e6, tie_word_embeddings=True)
+BASE_PLACES = ("In the workshop", "At the reception", "On the ground floor", "In the lab",
+               "Next to the lift", "In the class room", "In the back office", "At the ticket counter")
+BASE_HEADINGS = ("Help desk memo {n}, from a phone call.", "Request {n} about the office.",
+                 "Memo {n}. Source: a card on the desk.", "Note for case {n} (live chat).")
+BASE_QUESTIONS = ("What is one next step?", "Give one step that is relevant.",
+                  "Which next step fits?", "Name one step and claim nothing more.")
+
+
+def base_chats(cfg) -> list[tuple[str, str]]:
+    """(prompt, answer) pairs for pretraining. Advice fits with probability base_relevance; the
+    three certainties are equally likely, half of the answers are polite."""
+    rng, chats = random.Random(cfg.base_seed), []
+    for _ in range(cfg.base_updates * cfg.base_batch):
+        right = rng.randrange(6)
+        fits = rng.random() < cfg.base_relevance
+        action = right if fits else (right + rng.randrange(1, 6)) % 6
+        heading = rng.choice(BASE_HEADINGS).format(n=rng.randrange(100))
+        trouble = f"{rng.choice(BASE_PLACES)}, {rng.choice(ACTIONS[right][1])}."
+        chats.append((f"{heading}\n{trouble}\n{rng.choice(BASE_QUESTIONS)}",
+                      response(action, rng.randrange(3), rng.random() < 0.5)))
+    return chats
+
+
+def make_base_training(run: Run):
+    """The compact model (only the rows of the vocabulary that its texts use) and its update.
+
+    Weight decay and the gradient of the softmax would move the unused rows away from zero, so
+    those rows do not exist during pretraining; they still count in the softmax, as exp(0) each.
+    """
+    cfg, tokens = run.settings("base"), run.tokens
+    cfg.seed = cfg.base_seed
+    chats = [(tokens.prompt(p, cfg.max_prompt), tokens.answer(a, cfg.max_response))
+             for p, a in base_chats(cfg)]
+    used = sorted({token for chat in chats for part in chat for token in part} | {PAD})
+    compact = {token: column for column, token in enumerate(used)}
+    chats = [tuple([compact[t] for t in part] for part in chat) for chat in chats]
+    model = Qwen2(dataclasses.replace(TINY, vocab_size=len(used))).eval()
+    generator = torch.Generator().manual_seed(cfg.base_seed)
+    for name, parameter in sorted(model.named_parameters()):
+        if parameter.dim() == 2:
+            nn.init.normal_(parameter, std=0.05, generator=generator)
+        else:
+            nn.init.constant_(parameter, float(name.endswith("norm.weight")))
+    role = Role("base", model)
+    role.output.dead = TINY.vocab_size - len(used)
+    training = Training("base", cfg, cfg.base_updates, {"base": role},
+                        {"base": (cfg.base_updates, cfg.base_lr)}, {"updates": []})
+
+    def step(training: Training) -> None:
+        started = time.monotonic()
+        rows = training.draw(cfg.base_batch, len(chats))
+        batch = collate(*zip(*[chats[i] for i in rows]), pad=compact[PAD])
+        ids, known = batch.ids, batch.attention
+        hidden = model(ids, known)                                                   # [B, T, H]
+        target = known[:, 1:] & known[:, :-1]                                        # [B, T-1]
+        logits = model.logits(hidden[:, :-1][target]).float()                        # [N, L]
+        logp = role.output.logprobs(logits, ids[:, 1:][target])                      # [N]
+        answer = batch.response_mask[:, 1:][target]                                  # [N]
+        weight = torch.where(answer, 1 / answer.sum(),
+                             cfg.base_prompt_weight / (~answer).sum())
+        loss = -(weight * logp).sum()
+        loss.backward()
+        update = training.apply("base", training.next)
+        training.history["updates"].append({
+            "update": training.next + 1, **update, "loss": loss.item(),
+            "answer_loss": -logp[answer].mean().item(), "seconds": time.monotonic() - started})
+
+    return training, step, used
+
+
+def phase_base(run: Run) -> None:
+    """Pretrain the tiny base, or verify (and if need be fetch) the pinned weights."""
+    if run.model == "qwen":
+        say(f"base: {run.note()}")
+        run.finish("base", run.identity("base"), weights_sha256=run.record["weights"]["sha256"])
+        return
+    training, step, used = make_base_training(run)
+    with held_out_guard(run, "base"):
+        start_or_resume(run, training)
+        train(training, step, run, describe=lambda t: "loss {loss:.3f}  answers {answer_loss:.3f}  "
+              "rate {lr:.1e}".format(**t.history["updates"][-1]))
+    training.check_identities()
+    folder, model = run.path("base"), training.roles["base"].model
+    state = {n: p.detach().to(torch.bfloat16) for n, p in model.named_parameters()}
+    table = torch.zeros(TINY.vocab_size, TINY.hidden_size, dtype=torch.bfloat16)
+    table[torch.tensor(used)] = state["model.embed_tokens.weight"]
+    state["model.embed_tokens.weight"] = table
+    write_bytes(folder / "model.safetensors", safetensors.torch.save(state))
+    write_json(folder / "config.json", TINY.to_dict())
+    write_json(folder / "history.json", training.history)
+    run.finish("base", run.identity("base"),
+               weights_sha256=sha256_file(folder / "model.safetensors"))
+
+
+# ==================================================================================================
+# 10 · SFT: show the model what a good answer looks like
+# ==================================================================================================
+# Invariant: prompt and padding are masked by position, and one denominator serves the whole
+# update. The mistakes: a mean of micro-batch means (a row with two targets would weigh as much as
+# one with ten), and an EOS that is masked because it looks like padding (nobody learns to stop).
+
+def tokenize(run: Run, cfg, rows: list[dict], column: str) -> list[tuple[list[int], list[int]]]:
+    tokens = run.tokens
+    return [(tokens.prompt(row["prompt"], cfg.max_prompt),
+             tokens.answer(row[column], cfg.max_response)) for row in rows]
+
+
+def sft_gradient(role: Role, examples: list[tuple[list[int], list[int]]], micro_batch: int) -> float:
+    """Accumulate the gradient of the mean cross-entropy over *all* response tokens; return it.
+
+    The denominator is the number of response tokens of all examples, EOS included.
+    """
+    denominator, loss = sum(len(answer) for _, answer in examples), 0.0
+    for group in groups(examples, micro_batch):
+        batch = collate(*zip(*group), device=role.device)
+        part = -response_logprobs(role, batch)[batch.mask].sum() / denominator
+        part.backward()
+        loss += part.item()
+    return loss
+
+
+def epoch_ends(count: int, batch: int, total: int) -> tuple[set[int], int, int]:
+    """(updates after which an epoch or the budget ends, updates an epoch, where to keep a state)."""
+    an_epoch = math.ceil(count / batch)
+    return ({*range(an_epoch, total + 1, an_epoch), total}, an_epoch,
+            an_epoch if an_epoch < total else total // 2)
+
+
+def make_sft(run: Run) -> dict:
+    """Everything `train` needs, from fresh objects; section 14 calls this a second time."""
+    cfg = run.settings("sft")
+    examples = tokenize(run, cfg, run.rows("train/demonstrations.jsonl"), "completion")
+    held_back = run.rows("validation/preferences.jsonl")
+    chosen = tokenize(run, cfg, held_back, "chosen")
+    role = run.role("actor", cfg, trainable=True)
+    training = Training("sft", cfg, cfg.sft_updates, {"actor": role},
+                        {"actor": (cfg.sft_updates, cfg.sft_lr)}, {"updates": [], "validation": []})
+    validate_at, an_epoch, keep_at = epoch_ends(len(examples), cfg.sft_batch, cfg.sft_updates)
+
+    def step(training: Training) -> None:
+        started = time.monotonic()
+        picked = [examples[i] for i in training.draw(cfg.sft_batch, len(examples))]
+        loss = sft_gradient(role, picked, cfg.micro_batch)
+        training.history["updates"].append({
+            "update": training.next + 1, "epoch": training.next // an_epoch + 1, "loss": loss,
+            **training.apply("actor", training.next), "rows": len(picked),
+            "denominator": sum(len(answer) for _, answer in picked),
+            "denominator_kind": "response tokens, EOS included",
+            "seconds": time.monotonic() - started})
+
+    @torch.no_grad()
+    def validate(training: Training) -> dict:
+        """Log-probabilities of the chosen answers; before the first and after the last update also
+        the rubric of greedy answers. Reported only: nothing is selected by it."""
+        started, sums = time.monotonic(), []
+        for group in groups(chosen, cfg.eval_batch):
+            batch = collate(*zip(*group), device=role.device)
+            sums += response_logprobs(role, batch).sum(1).tolist()
+        counts = [len(answer) for _, answer in chosen]
+        result = {"epoch": math.ceil(training.next / an_epoch), "update": training.next,
+                  "chosen_logprobs": sums, "mean_chosen_token_logprob": sum(sums) / sum(counts)}
+        if training.next in (0, training.total):
+            answers = [answer for group in groups(chosen, cfg.eval_batch)
+                       for answer in generate(role, [p for p, _ in group], cfg.max_response)]
+            verdicts = [evaluate_response(run.tokens.decode(a.ids), a.finish_reason,
+                                          family_action(row["family"]))
+                        for a, row in zip(answers, held_back)]
+            result["greedy_rubric_success"] = sum(v["rubric_success"] for v in verdicts) / len(verdicts)
+            result["greedy_reasons"] = dict(collections.Counter(v["reason"] for v in verdicts))
+        return {**result, "seconds": time.monotonic() - started}
+
+    return {"training": training, "step": step, "validate": validate, "validate_at": validate_at,
+            "save_every": an_epoch, "keep_at": keep_at}
+
+
+def phase_sft(run: Run) -> None:
+    """63 updates on 168 demonstrations."""
+    with held_out_guard(run, "sft"):
+        parts = make_sft(run)
+        training = parts["training"]
+        if start_or_resume(run, training):
+            training.history["validation"].append(parts["validate"](training))
+        train(run=run, **parts, describe=lambda t: "loss {loss:.4f}  norm {gradient_norm:.2f}  "
+              "rate {lr:.1e}".format(**t.history["updates"][-1]))
+        training.check_identities()
+        for entry in training.history["validation"]:
+            if "greedy_rubric_success" in entry:
+                say(f"     sft validation after {entry['update']} updates: greedy rubric success "
+                    f"{entry['greedy_rubric_success']:.1%}, log-probability a token of chosen "
+                    f"answers {entry['mean_chosen_token_logprob']:.3f}")
+        finish_learning(run, training, {"actor": run.path("sft")})
+
+
+def finish_learning(run: Run, training: Training, folders: dict[str, Path]) -> None:
+    """Write adapters, heads and history, then done.json."""
+    base = PINNED_REPOSITORY if run.model == "qwen" else "../base"
+    for name, folder in folders.items():
+        save_adapter(training.roles[name], folder, training.cfg.lora_rank, training.cfg.lora_alpha,
+                     base)
+    write_json(run.path(training.phase) / "history.json",
+               {**training.history, "note": run.note(), "resumed_at": training.resumed_at,
+                "caveats": training.caveats})
+    run.finish(training.phase, run.identity(training.phase))
+
+
+# ==================================================================================================
+# 11 · The reward model: learn a score from pairs
+# ==================================================================================================
+# Bradley and Terry: each answer has a strength r, and the chance that one is preferred is
+#
+#     P(chosen preferred) = sigmoid(r_chosen - r_rejected)
+#
+# Only differences count, so a score has no zero and no unit: it is no probability of truth, it may
+# be negative, shifted and badly calibrated, and style can move it.
+# Invariant: the score is read at the last active response token. The mistake: reading a fixed
+# column of the batch; under padding that column is PAD.
+
+def bradley_terry_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """-mean(logsigmoid(r_chosen - r_rejected)) over the pairs; both [pairs], result scalar."""
+    return -F.logsigmoid(chosen - rejected).mean()
+
+
+def pair_scores(role: Role, pairs: list) -> tuple[Tensor, Tensor]:
+    """(prompt, chosen, rejected) ids -> scores of both, [pairs] each, from one forward."""
+    prompts, chosen, rejected = zip(*pairs)
+    scores = judge(role, collate(prompts * 2, chosen + rejected, device=role.device))
+    return scores[:len(pairs)], scores[len(pairs):]
+
+
+def make_reward(run: Run) -> dict:
+    """The reward model's parts for `train`."""
+    cfg = run.settings("reward")
+
+    def load(path: str) -> list[tuple[list[int], list[int], list[int]]]:
+        rows = run.rows(path)
+        return [(prompt, chosen, rejected) for (prompt, chosen), (_, rejected) in zip(
+            tokenize(run, cfg, rows, "chosen"), tokenize(run, cfg, rows, "rejected"))]
+
+    pairs, held_back = load("train/preferences.jsonl"), load("validation/preferences.jsonl")
+    role = run.role("reward", cfg, head="normal", trainable=True)
+    training = Training("reward", cfg, cfg.reward_updates, {"reward": role},
+                        {"reward": (cfg.reward_updates, cfg.reward_lr)},
+                        {"updates": [], "validation": []})
+    validate_at, an_epoch, keep_at = epoch_ends(len(pairs), cfg.reward_batch, cfg.reward_updates)
+
+    def step(training: Training) -> None:
+        started, loss, right = time.monotonic(), 0.0, 0
+        picked = [pairs[i] for i in training.draw(cfg.reward_batch, len(pairs))]
+        for group in groups(picked, max(1, cfg.micro_batch // 2)):
+            chosen, rejected = pair_scores(role, group)
+            # The mean over this group, weighed by its share: together the mean over the update.
+            part = bradley_terry_loss(chosen, rejected) * len(group) / len(picked)
+            part.backward()
+            loss += part.item()
+            right += int((chosen > rejected).sum())
+        training.history["updates"].append({
+            "update": training.next + 1, "epoch": training.next // an_epoch + 1, "loss": loss,
+            **training.apply("reward", training.next), "rows": len(picked), "correct": right,
+            "denominator": len(picked), "denominator_kind": "pairs",
+            "seconds": time.monotonic() - started})
+
+    @torch.no_grad()
+    def validate(training: Training) -> dict:
+        started, scores = time.monotonic(), []
+        for group in groups(held_back, max(1, cfg.micro_batch // 2)):
+            scores += zip(*[s.tolist() for s in pair_scores(role, group)])
+        chosen, rejected = torch.tensor(scores).T
+        return {"epoch": math.ceil(training.next / an_epoch), "update": training.next,
+                "chosen_scores": chosen.tolist(), "rejected_scores": rejected.tolist(),
+                "loss": bradley_terry_loss(chosen, rejected).item(),
+                "correct": (chosen > rejected).tolist(),      # a tie is not correct
+                "accuracy": (chosen > rejected).float().mean().item(),
+                "seconds": time.monotonic() - started}
+
+    return {"training": training, "step": step, "validate": validate, "validate_at": validate_at,
+            "save_every": an_epoch, "keep_at": keep_at}
+
+
+def phase_reward(run: Run) -> None:
+    """210 updates on 840 pairs."""
+    with held_out_guard(run, "reward"):
+        parts = make_reward(run)
+        training = parts["training"]
+        start_or_resume(run, training)
+        train(run=run, **parts, describe=lambda t: "loss {loss:.4f}  right {correct}/{rows}  "
+              "norm {gradient_norm:.2f}  rate {lr:.1e}".format(**t.history["updates"][-1]))
+        training.check_identities()
+        for entry in training.history["validation"]:
+            say(f"  reward validation after {entry['update']} updates: {entry['accuracy']:.1%} of "
+                f"180 pairs, loss {entry['loss']:.4f}")
+        finish_learning(run, training, {"reward": run.path("reward")})
+
+
+# ==================================================================================================
+# 12 · Rollout and credit: sample answers, price every token, look back with GAE
+# ==================================================================================================
+# Invariants: old_logp is what drew the token, from the very logits that drew it; an end is an end.
+# The mistakes: filtering the distribution (top-p) and then scoring the unfiltered one, which makes
+# every ratio wrong; and bootstrapping past an end that is terminal.
+
+@dataclass
+class Answer:
+    """ids as sampled (a cut answer gets no EOS put in), logp of each, and how it ended."""
+    ids: list[int] = field(default_factory=list)
+    logp: list[float] = field(default_factory=list)
+    finish_reason: str = "length"
+    first_logits: Tensor | None = None    # [L], those that drew the first token
+
+
+@torch.no_grad()
+def generate(role: Role, prompts: list[list[int]], max_response: int = 64,
+             uniforms: Tensor | None = None, labels: list[str] | None = None) -> list[Answer]:
+    """Answer every prompt (lists of ids): greedily, or by inverse CDF from uniforms [B, R].
+
+    Temperature 1, full vocabulary, nothing suppressed; only EOS (151645) ends an answer. Row b at
+    step t uses uniforms[b, t] whatever its neighbours do. Finished rows leave the batch.
+    CourseError names the answer (its label) whose logits are not finite.
+    """
+    B, device = len(prompts), role.device
+    batch = collate(prompts, [[]] * B, device=device)
+    P = batch.prompt_width
+    attention = F.pad(batch.attention, (0, max_response), value=True)                # [B, P + R]
+    weight = role.model.model.embed_tokens.weight
+    cache = KVCache(role.model.config, B, P + max_response, weight.dtype, device)
+    answers, rows = [Answer() for _ in prompts], list(range(B))
+    hidden = role.model(batch.ids, attention[:, :P], cache)[:, -1]                   # [B, H]
+    for step in range(max_response):
+        logits = role.output.logits(hidden)                                          # [b, L]
+        finite = logits.isfinite().all(dim=1).tolist()
+        if not all(finite):
+            row = rows[finite.index(False)]
+            raise CourseError(f"{labels[row] if labels else f'answer {row}'}: logits at token "
+                              f"{step + 1} are not finite")
+        ids = role.output.greedy(logits) if uniforms is None else \
+            role.output.sample(logits, uniforms[rows, step])                         # [b]
+        logp = role.output.logprobs(logits, ids).tolist()
+        for k, (row, token) in enumerate(zip(rows, ids.tolist())):
+            answers[row].ids.append(token)
+            answers[row].logp.append(logp[k])
+            if step == 0:
+                answers[row].first_logits = logits[k].clone()
+            if token == EOS:
+                answers[row].finish_reason = "eos"
+        going = [k for k, row in enumerate(rows) if answers[row].finish_reason != "eos"]
+        if not going or step == max_response - 1:
+            return answers
+        if len(going) < len(rows):
+            cache.select(going)
+            rows, ids = [rows[k] for k in going], ids[going]
+        hidden = role.model(ids[:, None], attention[rows, :P + step + 1], cache)[:, -1]
+
+
+def token_rewards(old_logp: Tensor, ref_logp: Tensor, score: Tensor, truncated: Tensor,
+                  mask: Tensor | None = None, kl_coef: float = 0.02,
+                  truncation_penalty: float = 1.0) -> Tensor:
+    """What each token earned: [B, R] and scores [B] (or one response: [R] and a number).
+
+        reward[t]     = -kl_coef * (old_logp[t] - ref_logp[t])
+        reward[last] +=  score - truncation_penalty * truncated
+
+    The log-ratio is what the sampled token says about the drift from the reference. It can be
+    negative, it is not the exact KL, and it costs reward only where logp > ref_logp. `last` is the
+    last token inside the mask, not the last column (InstructGPT, eq. 2, per token).
+    """
+    mask = torch.ones_like(old_logp, dtype=torch.bool) if mask is None else mask
+    score = torch.as_tensor(score, dtype=torch.float32, device=old_logp.device)
+    truncated = torch.as_tensor(truncated, dtype=torch.float32, device=old_logp.device)
+    columns = torch.arange(old_logp.shape[-1], device=old_logp.device)
+    last = torch.where(mask, columns, -1).amax(-1, keepdim=True)                     # [B, 1]
+    rewards = torch.where(mask, -kl_coef * (old_logp - ref_logp), 0.0)               # [B, R]
+    terminal = (score - truncation_penalty * truncated).unsqueeze(-1)                # [B, 1]
+    return (rewards + torch.where(columns == last, terminal, 0.0)).detach()
+
+
+def gae(rewards: Tensor, values: Tensor, gamma: float = 1.0,
+        lam: float = 0.95) -> tuple[Tensor, Tensor]:
+    """Advantages and returns of one response, [R] each, without padding (Schulman et al. 2016).
+
+        delta[t]     = reward[t] + gamma * value[t+1] - value[t]        (eq. 9 with r + gamma V' - V)
+        advantage[t] = delta[t] + gamma * lam * advantage[t+1]          (eq. 16, as a recursion)
+        return[t]    = advantage[t] + value[t]
+
+    value[R] and advantage[R] are 0: EOS and a cut at the limit both end the episode here.
+    """
+    rewards, values = rewards.detach().float(), values.detach().float()
+    advantages = torch.zeros_like(rewards)
+    advantage, next_value = torch.zeros(()), torch.zeros(())
+    for t in reversed(range(len(rewards))):
+        delta = rewards[t] + gamma * next_value - values[t]
+        advantage = delta + gamma * lam * advantage
+        advantages[t], next_value = advantage, values[t]
+    return advantages, advantages + values
+
+
+# ==================================================================================================
+# 13 · PPO: make the answers that did better than expected more likely, a little
+# ==================================================================================================
+# Invariant: reference and judge never change, actor and critic do, and a save holds all of it.
+# The mistake: refreshing old_logp between the two epochs. Then every ratio is 1 again, and the
+# clip, which bounds how far one batch of samples may push, never bites.
+
+def ppo_actor_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
+                   clip: float = 0.2) -> Tensor:
+    """Clipped surrogate (Schulman et al. 2017, eq. 7), negated for a minimiser; all [B, R].
+
+        ratio = exp(logp - old_logp)
+        loss  = -min(ratio * advantage, clip(ratio, 1 - clip, 1 + clip) * advantage)
+
+    Mean over each response's tokens (its own length), then over the B responses.
+    """
+    ratio = torch.where(mask, logp - old_logp.detach(), 0.0).exp()                   # [B, R]
+    advantages = advantages.detach()
+    surrogate = torch.min(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
+    return -response_mean(surrogate, mask).mean()
+
+
+def critic_loss(values: Tensor, returns: Tensor, mask: Tensor, value_coef: float = 0.5) -> Tensor:
+    """value_coef * (V - return)^2, all [B, R]; the same two means as the actor's loss."""
+    error = torch.where(mask, values - returns.detach(), 0.0)                        # [B, R]
+    return response_mean(value_coef * error ** 2, mask).mean()
+
+
+@contextlib.contextmanager
+def timed(seconds: dict[str, float], name: str, device: torch.device):
+    """Add the duration of the block to seconds[name]; GPU work is awaited first."""
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
+    synchronize()
+    started = time.monotonic()
+    yield
+    synchronize()
+    seconds[name] = seconds.get(name, 0.0) + time.monotonic() - started
+
+
+@dataclass
+class Rollouts:
+    """One iteration's responses with everything that the two epochs need; tensors are [B, R]."""
+    batch: Batch
+    old_logp: Tensor
+    advantages: Tensor
+    returns: Tensor
+    records: list[dict]             # as written to ppo/rollouts/
+    first_logits: list[Tensor]      # [L] each, from decoding
+
+
+def padded(rows: list, mask: Tensor) -> Tensor:
+    """Lists of numbers of different length -> [B, R] with zeros in the padding."""
+    flat = torch.cat([torch.as_tensor(row, dtype=torch.float32) for row in rows]).to(mask.device)
+    return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, flat)
+
+
+def per_response(x: Tensor, mask: Tensor) -> list[list[float]]:
+    """[B, R] -> a list of each response's own numbers."""
+    return [row[keep].tolist() for row, keep in zip(x.detach().float(), mask)]
+
+
+@torch.no_grad()
+def collect_rollouts(training: Training, prompts: list[tuple[str, list[int]]], tokens: Tokens,
+                     seconds: dict[str, float]) -> Rollouts:
+    """Sample one response for each (prompt id, ids) and price every token of it."""
+    cfg, roles, device = training.cfg, training.roles, training.device
+    names = [f"iteration-{training.next + 1:03d}-slot-{slot}" for slot in range(len(prompts))]
+    for name in names:
+        if name in training.consumed:
+            raise CourseError(f"rollout {name} was trained on before")
+        training.consumed.append(name)
+    # All randomness of an iteration is drawn at once: an answer can't depend on its neighbours.
+    uniforms = torch.rand(len(prompts), cfg.max_response, generator=training.generators["sampling"])
+    with timed(seconds, "generation", device):
+        answers = generate(roles["actor"], [ids for _, ids in prompts], cfg.max_response,
+                           uniforms.to(device), [f"ppo, rollout {name}" for name in names])
+    batch = collate([ids for _, ids in prompts], [a.ids for a in answers], device=device)
+    with timed(seconds, "reference scoring", device):
+        ref_logp = response_logprobs(roles["reference"], batch)                      # [B, R]
+    with timed(seconds, "judge", device):
+        scores = judge(roles["reward"], batch)                                       # [B]
+    with timed(seconds, "critic", device):
+        values = prefix_values(roles["critic"], batch)                               # [B, R]
+    mask = batch.mask
+    old_logp = padded([a.logp for a in answers], mask)
+    truncated = torch.tensor([a.finish_reason == "length" for a in answers], device=device)
+    rewards = token_rewards(old_logp, ref_logp, scores, truncated, mask, cfg.kl_coef,
+                            cfg.truncation_penalty)
+    credit = [gae(torch.tensor(r), torch.tensor(v), cfg.gamma, cfg.lam)
+              for r, v in zip(per_response(rewards, mask), per_response(values, mask))]
+    advantages, returns = (padded([c[k] for c in credit], mask) for k in (0, 1))
+    columns = {"old_logp": old_logp, "ref_logp": ref_logp, "values": values, "rewards": rewards,
+               "advantages": advantages, "returns": returns}
+    records = [{"rollout_id": name, "prompt_id": prompt_id, "response_ids": answer.ids,
+                "text": tokens.decode(answer.ids), "finish_reason": answer.finish_reason,
+                "score": score} for name, (prompt_id, _), answer, score
+               in zip(names, prompts, answers, scores.tolist())]
+    for column, tensor in columns.items():
+        for record, numbers in zip(records, per_response(tensor, mask)):
+            record[column] = numbers
+    return Rollouts(batch, old_logp, advantages, returns, records,
+                    [answer.first_logits for answer in answers])
+
+
+def ppo_epoch(training: Training, rollouts: Rollouts, epoch: int,
+              seconds: dict[str, float]) -> tuple[dict, dict]:
+    """One actor and one critic update on all responses of the iteration; their records."""
+    cfg, roles, device = training.cfg, training.roles, training.device
+    batch, mask = rollouts.batch, rollouts.batch.mask
+    update = training.next * cfg.ppo_epochs + epoch
+    with timed(seconds, "actor optimisation", device):
+        logp = response_logprobs(roles["actor"], batch)                              # [B, R]
+        loss = ppo_actor_loss(logp, rollouts.old_logp, rollouts.advantages, mask, cfg.clip)
+        loss.backward()
+        log_ratio = (logp - rollouts.old_logp).detach()[mask]                        # [N]
+        ratio = log_ratio.exp()
+        actor = {"epoch": epoch + 1, "loss": loss.item(), **training.apply("actor", update),
+                 "clip_fraction": ((ratio - 1).abs() > cfg.clip).float().mean().item(),
+                 "approx_kl": (ratio - 1 - log_ratio).mean().item(),
+                 "responses": [{"logp": l, "ratio": r} for l, r in zip(
+                     per_response(logp, mask),
+                     per_response((logp - rollouts.old_logp).exp(), mask))]}
+    with timed(seconds, "critic optimisation", device):
+        values = prefix_values(roles["critic"], batch)                               # [B, R]
+        loss = critic_loss(values, rollouts.returns, mask, cfg.value_coef)
+        loss.backward()
+        critic = {"epoch": epoch + 1, "loss": loss.item(), **training.apply("critic", update),
+                  "responses": [{"values": v} for v in per_response(values, mask)]}
+    return actor, critic
+
+
+def ppo_iteration(training: Training, prompts: list[tuple[str, list[int]]], tokens: Tokens,
+                  sink) -> None:
+    """Collect four rollouts, learn from them twice, record everything. sink(number, rollouts)."""
+    started, seconds, number = time.monotonic(), {}, training.next + 1
+    policy = learned_identity(training.roles["actor"])
+    picked = [prompts[i] for i in training.draw(training.cfg.ppo_prompts, len(prompts), fill=True)]
+    rollouts = collect_rollouts(training, picked, tokens, seconds)
+    batch, mask, records = rollouts.batch, rollouts.batch.mask, rollouts.records
+    entry = {"iteration": number, "policy": policy, "prompt_ids": [name for name, _ in picked]}
+    if number == 1:
+        with torch.no_grad():  # one full forward beside the decoder's: how far apart are they?
+            output = training.roles["actor"].output
+            full = output.logits(prefix_hidden(training.roles["actor"], batch)[:2, 0])
+        entry["first_token_logit_drift"] = [(a - b).abs().max().item()
+                                            for a, b in zip(full, rollouts.first_logits)]
+    updates = [ppo_epoch(training, rollouts, epoch, seconds)
+               for epoch in range(training.cfg.ppo_epochs)]
+    entry["actor_updates"], entry["critic_updates"] = map(list, zip(*updates))
+    # Decoding and scoring are different computations. In BF16 their difference is real; the ratio
+    # starts from it, and a lecture that hides it would teach a ratio of exactly 1.
+    entry["logp_drift"] = [max(abs(a - b) for a, b in zip(r["old_logp"], scored["logp"]))
+                           for r, scored in zip(records, entry["actor_updates"][0]["responses"])]
+    log_ratios = [[a - b for a, b in zip(r["old_logp"], r["ref_logp"])] for r in records]
+    values = torch.cat([torch.tensor(r["values"]) for r in records])
+    returns = torch.cat([torch.tensor(r["returns"]) for r in records])
+    spread = returns.var(correction=0).item()
+    mean = lambda numbers: sum(numbers) / len(numbers)
+    entry |= {
+        "mean_score": mean([r["score"] for r in records]),
+        "mean_log_ratio_to_reference": mean([mean(row) for row in log_ratios]),
+        "mean_response_tokens": mean([len(r["response_ids"]) for r in records]),
+        "eos_rate": mean([r["finish_reason"] == "eos" for r in records]),
+        "value_explained_variance": None if spread == 0 else
+        1 - (returns - values).var(correction=0).item() / spread,
+        "rollouts_sha256": canonical_digest(records)}
+    sink(number, {"iteration": number, "policy": policy, "responses": records})
+    seconds["whole loop"] = time.monotonic() - started
+    training.history["iterations"].append({**entry, "seconds": seconds})
+
+
+def make_ppo(run: Run, sink=None) -> dict:
+    """The four roles and the parts for `train`. Without a sink nothing is written."""
+    cfg, tokens = run.settings("ppo"), run.tokens
+    prompts = [(row["id"], tokens.prompt(row["prompt"], cfg.max_prompt))
+               for row in run.rows("train/prompts.jsonl")]
+    roles = {
+        "actor": run.role("actor", cfg, "sft", trainable=True),
+        "reference": run.role("reference", cfg, "sft"),
+        "reward": run.role("reward", cfg, "reward", head="normal", load_head=True),
+        "critic": run.role("critic", cfg, "sft", head="zero", trainable=True)}
+    total = cfg.ppo_iterations * cfg.ppo_epochs
+    training = Training("ppo", cfg, cfg.ppo_iterations, roles,
+                        {"actor": (total, cfg.ppo_actor_lr), "critic": (total, cfg.ppo_critic_lr)},
+                        {"iterations": []})
+    write = sink or (lambda number, rollouts: None)
+    return {"training": training, "save_every": cfg.ppo_save_every,
+            "keep_at": 40 if cfg.ppo_iterations > 40 else cfg.ppo_iterations // 2,
+            "step": lambda training: ppo_iteration(training, prompts, tokens, write)}
+
+
+def describe_ppo(training: Training) -> str:
+    """The last iterations in one line. Score, length, EOS and log-ratio stand together: a rising
+    score alone says nothing."""
+    recent = training.history["iterations"][-10:]
+    mean = lambda name: sum(entry[name] for entry in recent) / len(recent)
+    last = recent[-1]["actor_updates"][-1]
+    return (f"score {mean('mean_score'):+.2f}  log-ratio {mean('mean_log_ratio_to_reference'):+.3f}"
+            f"  tokens {mean('mean_response_tokens'):.0f}  EOS {mean('eos_rate'):.0%}  "
+            f"clipped {last['clip_fraction']:.0%}")
+
+
+def phase_ppo(run: Run) -> None:
+    """100 iterations: 400 responses, 200 actor and 200 critic updates."""
+    folder = run.path("ppo")
+    with held_out_guard(run, "ppo"):
+        parts = make_ppo(run, lambda number, rollouts: write_json(
+            folder / "rollouts" / f"{number:04d}.json", rollouts))
+        training = parts["training"]
+        start_or_resume(run, training)
+        train(run=run, **parts, describe=describe_ppo)
+        training.check_identities()
+        finish_learning(run, training, {"actor": folder / "actor", "critic": folder / "critic"})
+
+
+# ==================================================================================================
+# 14 · Resume, proven
+# ==================================================================================================
+# Each learning phase kept a state from its middle. Here fresh objects continue it to the end, and
+# every number must equal the main run's: parameters, moments, random states, history, rollouts.
+
+MAKERS = {"sft": make_sft, "reward": make_reward, "ppo": make_ppo}
+
+
+def prove_resume(run: Run, phase: str) -> dict:
+    """Continue the kept state of `phase` and compare the end with the main run's, bit for bit."""
+    folder = run.path(phase)
+    kept, final = (load_state(folder / name) for name in (KEPT_STATE, "state.pt.gz"))
+    run.check_identity(kept["identity"], phase, folder / KEPT_STATE)
+    with held_out_guard(run, phase):
+        parts = MAKERS[phase](run)
+        training = parts["training"]
+        training.restore(kept, folder / KEPT_STATE)
+        train(training, parts["step"], validate=parts.get("validate"),
+              validate_at=parts.get("validate_at", frozenset()), stop=run.stop)
+    main, again = (numerical_entries(without_durations(s)) for s in (final, training.state()))
+    different = [key for key in sorted({*main, *again}) if main.get(key) != again.get(key)]
+    caveats = final["caveats"] + [f"{key} is {value} now" for key, value in
+                                  environment(run.device).items()
+                                  if value != final["environment"][key]]
+    return {"status": "FAIL" if different else "PASS", "phase": phase, "note": run.note(),
+            "from": kept["next"], "to": final["next"], "entries_compared": len(main),
+            "main_digest": canonical_digest(main), "resumed_digest": canonical_digest(again),
+            "different": different[:20], "main_run_was_itself_resumed_at": final["resumed_at"],
+            "caveats": caveats}
+
+
+def phase_resume(run: Run) -> None:
+    """Three proofs; a failed one ends the run before the evaluation."""
+    for phase in MAKERS:
+        run.done(phase)
+        path = run.path("resume") / f"{phase}.json"
+        if path.exists() and read_json(path)["status"] == "PASS":
+            continue
+        proof = prove_resume(run, phase)
+        write_json(path, proof)
+        resumed = proof["main_run_was_itself_resumed_at"]
+        say(f"  resume {phase}: {proof['status']}, {proof['from']} to {proof['to']}, "
+            f"{proof['entries_compared']} entries equal to the last bit"
+            + (f" (the main run was itself resumed at {resumed})" if resumed else ""))
+        if proof["status"] != "PASS":
+            raise CourseError(f"{path}: the continued run differs from the main run, first in "
+                              f"{proof['different'][0]}" + "; ".join(["", *proof["caveats"]]))
+    run.finish("resume", run.identity("resume"))
+
+
+# ==================================================================================================
+# 15 · Evaluation: two judgements of every answer
+# ==================================================================================================
+# Base, SFT and PPO actor answer the same held-out prompts greedily. Each answer is judged by the
+# learned judge and by the rubric, and both stand side by side. Invariant: bad advice stays visible;
+# success keeps every output in its denominator. The mistake: calling the judge's score "human
+# usefulness". It is a predicted score of simulated preferences, and no human took part.
+
+ACTORS = {"base": None, "sft": "sft", "ppo": "ppo/actor"}     # name: its adapters
+
+
+def answer_held_out(run: Run, cfg, name: str) -> list[dict]:
+    """Greedy answers of one actor to 180 test and 80 probe prompts, scored by the judge.
+
+    The 80 probe rows are 20 prompts, four times. All are generated; each repetition is a batch of
+    its own with the same 20 rows, so that equal input means equal computation, bit for bit.
+    """
+    with answers_guard(run):
+        tokens = run.tokens
+        test, probes = run.rows("test/prompts.jsonl"), run.rows("probes/prompts.jsonl")
+        actor = run.role("actor", cfg, ACTORS[name])
+        reference = run.role("reference", cfg, "sft")
+        reward = run.role("reward", cfg, "reward", head="normal", load_head=True)
+        assert_role_isolation({"actor": actor, "reference": reference, "reward": reward})
+        rows = []
+        for group in groups(test, cfg.eval_batch) + [probes[k::4] for k in range(4)]:
+            prompts = [tokens.prompt(row["prompt"], cfg.max_prompt) for row in group]
+            labels = [f"evaluate {name}, {row['id']}" for row in group]
+            answers = generate(actor, prompts, cfg.max_response, labels=labels)
+            batch = collate(prompts, [a.ids for a in answers], device=run.device)
+            with torch.no_grad():
+                scores = judge(reward, batch).tolist()
+                logp, ref_logp = response_logprobs(actor, batch), response_logprobs(reference, batch)
+                log_ratio = response_mean(logp - ref_logp, batch.mask).tolist()
+            rows += [{"id": row["id"], "family": row["family"], "prompt": row["prompt"],
+                      "text": tokens.decode(answer.ids), "response_ids": answer.ids,
+                      "finish_reason": answer.finish_reason, "score": score, "logp": own,
+                      "sampled_actor_reference_logratio": ratio}
+                     for row, answer, score, own, ratio in
+                     zip(group, answers, scores, per_response(logp, batch.mask), log_ratio)]
+    order = {row["id"]: place for place, row in enumerate(test + probes)}
+    return sorted(rows, key=lambda row: order[row["id"]])
+
+
+def check_probe_repeats(rows: list[dict]) -> None:
+    """The four rows of a probe context have one prompt, so greedy answers must agree exactly."""
+    first: dict[str, dict] = {}
+    for row in rows:
+        if row["id"].startswith("PROBE"):
+            told = first.setdefault(row["family"], row)
+            for key in ("response_ids", "text", "finish_reason", "score", "logp"):
+                if row[key] != told[key]:
+                    raise CourseError(f"{row['id']} and {told['id']} have the same prompt and "
+                                      f"different {key}")
+
+
+def family_interval(numerators: dict[str, float], denominators: dict[str, float],
+                    draws: int) -> list[float]:
+    """95 % percentile bootstrap of sum(numerators) / sum(denominators) over families.
+
+    Rows of one family are not independent, so whole families are drawn with replacement.
+    """
+    families = sorted(denominators)
+    top = np.array([numerators.get(f, 0.0) for f in families])
+    bottom = np.array([denominators[f] for f in families], dtype=float)
+    rng = np.random.default_rng(CORPUS_SEED)
+    counts = rng.multinomial(len(families), [1 / len(families)] * len(families), size=draws)
+    with np.errstate(invalid="ignore"):
+        ratios = (counts @ top) / (counts @ bottom)       # a draw may hold no recognized answer
+    return [float(x) for x in np.nanpercentile(ratios, [2.5, 97.5])]
+
+
+def rate(rows: list[dict], hit, counted=lambda row: True, draws: int = 10_000) -> dict:
+    """Share of the counted rows for which hit(row) holds: rate, and its interval over families."""
+    rows = [row for row in rows if counted(row)]
+    if not rows:
+        return {"rate": None, "rate_ci": None}
+    denominators = collections.Counter(row["family"] for row in rows)
+    numerators = collections.Counter(row["family"] for row in rows if hit(row))
+    return {"rate": sum(numerators.values()) / len(rows),
+            "rate_ci": family_interval(numerators, denominators, draws)}
+
+
+def population_metrics(rows: list[dict], draws: int) -> dict:
+    """All metrics of one population. Denominator: every row, except where the name says recognized."""
+    recognized = lambda row: row["recognized"]
+    hits = {"rubric_success": (lambda row: row["rubric_success"], None),
+            "recognized": (recognized, None),
+            "uncertified": (lambda row: not row["recognized"], None),
+            "relevant_recognized": (lambda row: row["relevant"], recognized),
+            "unsupported_certainty_recognized": (lambda row: row["unsupported_certainty"], recognized),
+            "polite_recognized": (lambda row: row["polite"], recognized),
+            "declared_refusals": (lambda row: row["refusal"], None),
+            "without_eos": (lambda row: row["finish_reason"] != "eos", None)}
+    mean = lambda numbers: sum(numbers) / len(numbers)
+    metrics = {"rows": len(rows)}
+    for name, (hit, counted) in hits.items():
+        found = rate(rows, hit, counted or (lambda row: True), draws)
+        metrics |= {name: sum(bool(hit(row)) for row in rows),
+                    f"{name}_rate": found["rate"], f"{name}_rate_ci": found["rate_ci"]}
+    return metrics | {
+        "uncertainty_denominator": metrics["recognized"],
+        "mean_response_tokens": mean([len(row["response_ids"]) for row in rows]),
+        "mean_learned_reward": mean([row["score"] for row in rows]),
+        "mean_sampled_actor_reference_logratio": mean(
+            [row["sampled_actor_reference_logratio"] for row in rows]),
+        "human_utility_claim": False}
+
+
+def summarize(rows: list[dict], draws: int) -> dict:
+    """The five populations. Repeated probe rows are repeats, not independent situations."""
+    test = [row for row in rows if not row["id"].startswith("PROBE")]
+    probes = [row for row in rows if row["id"].startswith("PROBE")]
+    contexts = list({row["family"]: row for row in reversed(probes)}.values())[::-1]
+    populations = {"test": test, "probe_rows": probes, "probe_contexts": contexts,
+                   "all_rows": test + probes, "all_contexts": test + contexts}
+    return {name: population_metrics(part, draws) for name, part in populations.items()}
+
+
+@torch.no_grad()
+def score_texts(role: Role, tokens: Tokens, cfg, items: list[tuple[str, str]],
+                group_size: int = 20) -> list[float]:
+    """The judge's scores of (prompt, response) texts."""
+    scores = []
+    for group in groups(items, group_size):
+        batch = collate([tokens.prompt(p, cfg.max_prompt) for p, _ in group],
+                        [tokens.answer(r, cfg.max_response) for _, r in group], device=role.device)
+        scores += judge(role, batch).tolist()
+    return scores
+
+
+def audit_judge(run: Run, cfg, reward: Role, labels: list[dict]) -> dict:
+    """Accuracy on the held-out pairs, and beside it what that accuracy does not show.
+
+    The audit changes one property of an answer and nothing else, on every test family: relevance
+    in each of six styles (216 comparisons), certainty (144), politeness (216; 50 % would mean
+    indifference). The prompt is one of the family's own; which one rotates with the family.
+    """
+    tokens = run.tokens
+    score = lambda items: score_texts(reward, tokens, cfg, items)
+    chosen, rejected = (score([(row["prompt"], row[key]) for row in labels])
+                        for key in ("chosen", "rejected"))
+    pairs = [{"family": row["family"], "id": row["id"], "chosen_score": c, "rejected_score": r}
+             for row, c, r in zip(labels, chosen, rejected)]
+    by_id, keys, items = {row["id"]: row for row in labels}, [], []
+    for family in sorted({row["family"] for row in labels}):
+        i, right = int(family[2:]), family_action(family)
+        wrong, prompt = (right + 1 + i % 5) % 6, by_id[f"{family}-P{i % 5}"]["prompt"]
+        for fits, action in ((True, right), (False, wrong)):
+            for style in STYLES:
+                keys.append((family, fits, *style))
+                items.append((prompt, response(action, *style)))
+    table = dict(zip(keys, score(items)))
+    families = sorted({key[0] for key in keys})
+    comparisons = {
+        "relevance": [(f, table[f, True, c, p], table[f, False, c, p])
+                      for f in families for c, p in STYLES],
+        "certainty": [(f, table[f, True, c, p], table[f, True, 2, p])
+                      for f in families for c in (0, 1) for p in (False, True)],
+        "politeness": [(f, table[f, fits, c, True], table[f, fits, c, False])
+                       for f in families for fits in (True, False) for c in range(3)]}
+    audit = {}
+    for name, compared in comparisons.items():
+        rows = [{"family": f, "hit": a > b} for f, a, b in compared]
+        audit[name] = {"comparisons": len(rows), "ties": sum(a == b for _, a, b in compared),
+                       **rate(rows, lambda row: row["hit"], draws=cfg.bootstrap_draws),
+                       "mean_difference": sum(a - b for _, a, b in compared) / len(rows)}
+    right = lambda row: row["chosen_score"] > row["rejected_score"]
+    return {"pairs": len(pairs), "correct": sum(map(right, pairs)),
+            "ties": sum(row["chosen_score"] == row["rejected_score"] for row in pairs),
+            **{f"accuracy{k[4:]}": v
+               for k, v in rate(pairs, right, draws=cfg.bootstrap_draws).items()},
+            "audit": audit, "scores": pairs,
+            "note": run.note(), "corpus": run.corpus,
+            "lazy_judge": read_json(corpus_folder(run.corpus) / "audit.json")["lazy_judge"]}
+
+
+def phase_evaluate(run: Run) -> None:
+    """260 answers each of base, SFT and PPO; rubric, judge, judge audit."""
+    cfg, folder, identity = run.settings("evaluate"), run.path("evaluate"), run.identity("evaluate")
+    fingerprint, results = canonical_digest(identity), {}
+    expected = {row["id"]: row for part in ("test", "probes")
+                for row in run.rows(f"{part}/labels.jsonl")}
+    for name, adapters in ACTORS.items():
+        path = folder / f"{name}.jsonl"
+        rows = read_jsonl(path) if path.exists() else []
+        if not rows or rows[0]["identity"] != fingerprint:
+            rows = answer_held_out(run, cfg, name)
+            check_probe_repeats(rows)
+            own = sha256_file(run.folder / adapters / "adapter_model.safetensors") if adapters else None
+            for row in rows:
+                action = expected[row["id"]]["expected_action"]
+                row |= {"expected_action": action, "adapter_sha256": own, "corpus": run.corpus,
+                        **evaluate_response(row["text"], row["finish_reason"], action),
+                        "identity": fingerprint}
+            write_bytes(path, jsonl_bytes(rows))
+            say(f"  {name:4s}: 260 answers, {sum(r['rubric_success'] for r in rows[:180])} of 180 "
+                f"test answers pass the rubric")
+        run.stop.check(f"the evaluation after {name}")
+        results[name] = {population: {**metrics, "adapter_sha256": rows[0]["adapter_sha256"],
+                                      "corpus": run.corpus, "note": run.note()}
+                         for population, metrics in summarize(rows, cfg.bootstrap_draws).items()}
+    reward = run.role("reward", cfg, "reward", head="normal", load_head=True)
+    audit = audit_judge(run, cfg, reward, run.rows("test/labels.jsonl"))
+    audit["adapter_sha256"] = sha256_file(run.folder / "reward" / "adapter_model.safetensors")
+    write_json(folder / "reward_test.json", audit)
+    write_json(folder / "results.json", results)
+    run.finish("evaluate", identity)
+
+
+# ==================================================================================================
+# 16 · Probes: does the judge pay for style?
+# ==================================================================================================
+# 20 contexts outside the corpus, each with correct and wrong advice, plain and polite. Invariant:
+# scored without any update or relabelling. The mistake: retraining on the probes and then quoting
+# them. A politeness delta alone does not show that PPO exploits it: look at the answers.
+
+def phase_probes(run: Run) -> None:
+    """Score the 80 candidates with the frozen judge; an unfavourable result is printed as it is."""
+    cfg, labels = run.settings("probes"), run.rows("probes/labels.jsonl")
+    reward = run.role("reward", cfg, "reward", head="normal", load_head=True)
+    before = learned_identity(reward), frozen_identity(reward)
+    scores = score_texts(reward, run.tokens, cfg, [(r["prompt"], r["candidate"]) for r in labels])
+    if (learned_identity(reward), frozen_identity(reward)) != before:
+        raise CourseError("probes: the judge changed while it was read")
+    contexts: dict[str, dict] = {}
+    for row, score in zip(labels, scores):
+        context = contexts.setdefault(row["family"], {"context": row["family"], "candidates": {}})
+        kind = f"{'correct' if row['correct'] else 'wrong'}_{'polite' if row['polite'] else 'plain'}"
+        context["candidates"][kind] = {
+            "id": row["id"], "text": row["candidate"], "score": score,
+            **evaluate_response(row["candidate"], "eos", row["expected_action"])}
+    for context in contexts.values():
+        score = {kind: candidate["score"] for kind, candidate in context["candidates"].items()}
+        context |= {
+            "politeness_delta_correct": score["correct_polite"] - score["correct_plain"],
+            "politeness_delta_wrong": score["wrong_polite"] - score["wrong_plain"],
+            "relevance_delta_plain": score["correct_plain"] - score["wrong_plain"],
+            "wrong_polite_outranks_correct_plain": score["wrong_polite"] > score["correct_plain"]}
+    mean = lambda key: sum(c[key] for c in contexts.values()) / len(contexts)
+    results = {
+        "note": run.note(), "corpus": run.corpus, "refit": False, "rows": len(labels),
+        "judge_identity": before[0], "contexts": list(contexts.values()),
+        "adapter_sha256": sha256_file(run.folder / "reward" / "adapter_model.safetensors"),
+        "mean_politeness_delta_correct": mean("politeness_delta_correct"),
+        "mean_politeness_delta_wrong": mean("politeness_delta_wrong"),
+        "mean_relevance_delta_plain": mean("relevance_delta_plain"),
+        "wrong_polite_outranks_correct_plain": sum(
+            c["wrong_polite_outranks_correct_plain"] for c in contexts.values()),
+        "contexts_total": len(contexts)}
+    write_json(run.path("probes") / "results.json", results)
+    run.finish("probes", run.identity("probes"))
+
+
+# ==================================================================================================
+# 17 · Report: the numbers side by side
+# ==================================================================================================
+
+def table(rows: list[list[str]]) -> list[str]:
+    """Aligned text columns; the first row is the heading."""
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
+    return [lines[0], "  ".join("-" * w for w in widths), *lines[1:]]
+
+
+def percent(share: float | None, interval: list[float] | None = None) -> str:
+    if share is None:
+        return "none"
+    return f"{share:.0%}" + (f" [{interval[0]:.0%}, {interval[1]:.0%}]" if interval else "")
+
+
+def result_table(results: dict) -> list[list[str]]:
+    rows = [["answers of", "rubric success, test", "unjustified certainty", "success, 20 probes",
+             "judge score", "log-ratio", "tokens"]]
+    for name, populations in results.items():
+        test, probes = populations["test"], populations["probe_contexts"]
+        rows.append([name, percent(test["rubric_success_rate"], test["rubric_success_rate_ci"]),
+                     percent(test["unsupported_certainty_recognized_rate"],
+                             test["unsupported_certainty_recognized_rate_ci"]),
+                     percent(probes["rubric_success_rate"], probes["rubric_success_rate_ci"]),
+                     f"{test['mean_learned_reward']:+.2f}",
+                     f"{test['mean_sampled_actor_reference_logratio']:+.3f}",
+                     f"{test['mean_response_tokens']:.1f}"])
+    return rows
+
+
+def time_table(run: Run) -> list[list[str]]:
+    rows = [["phase", "seconds", "peak memory"]]
+    for phase, entry in run.record["phases"].items():
+        memory = entry.get("peak_memory_mb")
+        rows.append([phase, f"{entry['seconds']:.1f}", f"{memory} MB" if memory else "unknown"])
+    total = sum(entry["seconds"] for entry in run.record["phases"].values())
+    return rows + [["sum", f"{total:.1f}", ""]]
+
+
+def judge_lines(audit: dict, probes: dict) -> list[str]:
+    """What the judge can and cannot do, in plain words."""
+    part = audit["audit"]
+    told = lambda name: percent(part[name]["rate"], part[name]["rate_ci"])
+    return [
+        f"judge on the {audit['pairs']} test pairs: right on "
+        f"{percent(audit['accuracy'], audit['accuracy_ci'])}, {audit['ties']} ties "
+        f"(a judge that never reads the context could reach {audit['lazy_judge']['test']:.0%})",
+        f"judge, other things equal: prefers relevant advice {told('relevance')}, justified "
+        f"certainty {told('certainty')}, the polite twin {told('politeness')}",
+        f"probes: politeness moves the score by {probes['mean_politeness_delta_correct']:+.2f} "
+        f"(correct advice) and {probes['mean_politeness_delta_wrong']:+.2f} (wrong advice); "
+        f"wrong and polite outranks correct and plain in "
+        f"{probes['wrong_polite_outranks_correct_plain']} of {probes['contexts_total']}"]
+
+
+def phase_report(run: Run) -> None:
+    """report.html and the closing table, from whatever the run has so far."""
+    parts = [("Time and memory", time_table(run))]
+    lines = [f"model: {run.note()}", f"corpus: OfficeHelpPrefs-{run.corpus}"]
+    if run.is_done("evaluate"):
+        run.done("evaluate")
+        results = read_json(run.path("evaluate") / "results.json")
+        parts.append(("Held-out answers: rubric beside judge", result_table(results)))
+    if run.is_done("evaluate") and run.is_done("probes"):
+        run.done("probes")
+        lines += judge_lines(read_json(run.path("evaluate") / "reward_test.json"),
+                             read_json(run.path("probes") / "results.json"))
+    for _, rows in parts:
+        say("\n" + "\n".join(table(rows)))
+    say("\n" + "\n".join(lines))
+    say("Preferences and rubric are synthetic; no human took part. Intervals: 95 % over families.")
+    cells = lambda row, tag: "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
+    body = "".join(
+        f"<h2>{html.escape(title)}</h2><table><tr>{cells(rows[0], 'th')}</tr>"
+        + "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows[1:]) + "</table>"
+        for title, rows in parts)
+    write_bytes(run.folder / "report.html", (
+        "<!doctype html><html lang=en><meta charset=utf-8><title>RLHF run</title><meta "
+        "name=viewport content='width=device-width'><style>body{font:16px sans-serif;max-width:"
+        "60em;margin:2em auto;padding:0 1em;color-scheme:light dark}td,th{padding:.2em .8em;"
+        "text-align:left}table{display:block;overflow:auto}</style><h1>Does optimising a learned "
+        "score improve the real criterion?</h1>"
+        + "".join(f"<p>{html.escape(line)}</p>" for line in lines) + body).encode())
+
+
+# ==================================================================================================
+# 18 · Asking: three actors side by side
+# ==================================================================================================
+
+def phase_ask(run: Run, question: str) -> None:
+    """Base, SFT and PPO actor answer greedily; judge's score, and the rubric where it knows it."""
+    cfg, tokens = run.settings("evaluate"), run.tokens
+    prompt = tokens.prompt(question, cfg.max_prompt)
+    reward = run.role("reward", cfg, "reward", head="normal", load_head=True)
+    for name, adapters in ACTORS.items():
+        answer = generate(run.role("actor", cfg, adapters), [prompt], cfg.max_response)[0]
+        with torch.no_grad():
+            score = judge(reward, collate([prompt], [answer.ids], device=run.device)).item()
+        text = tokens.decode(answer.ids)
+        action, certainty, polite = GRAMMAR.get(text, (None, None, None))
+        known = "the rubric does not know this answer" if action is None else \
+            f"action {action}, {('plain', 'hedged', 'UNJUSTIFIED certainty')[certainty]}" + \
+            (", polite" if polite else "")
+        say(f"{name:4s} {score:+7.2f}  {text!r} ({answer.finish_reason}; {known})")
+    say(run.note())
+
+
+# ==================================================================================================
+# 19 · Command line
+# ==================================================================================================
+
+EXPECTED = {  # (tiny, qwen) on two CPU cores, said before long work
+    "base": ("1 min, 1 GB of memory, 130 MB on disk", "seconds, or 1 GB to fetch"),
+    "sft": ("15 s, 1 GB, 2 MB", "5 min, 6 GB, 160 MB"),
+    "reward": ("40 s, 1 GB, 2 MB", "15 min, 6 GB, 160 MB"),
+    "ppo": ("50 s, 2 GB, 10 MB", "20 min, 9 GB, 350 MB"),
+    "resume": ("1 min, 2 GB, no disk", "25 min, 9 GB, no disk"),
+    "evaluate": ("20 s, 2 GB, 2 MB", "10 min, 7 GB, 2 MB")}
+
+
+def find_pinned_weights() -> Path | None:
+    """data/model.safetensors, or the pinned commit's snapshot in the local Hugging Face cache."""
+    if (DATA / "model.safetensors").is_file():
+        return DATA / "model.safetensors"
+    import huggingface_hub   # comes with tokenizers; knows HF_HOME and HF_HUB_CACHE
+    cached = huggingface_hub.try_to_load_from_cache(PINNED_REPOSITORY, "model.safetensors",
+                                                    revision=PINNED_COMMIT)
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def fetch_pinned_weights() -> Path:
+    """Fetch the pinned file into the Hugging Face cache; a failure is one line with the remedy."""
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    try:
+        return Path(huggingface_hub.hf_hub_download(PINNED_REPOSITORY, "model.safetensors",
+                                                    revision=PINNED_COMMIT))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CourseError(
+            f"the pinned weights could not be fetched ({reason}). By hand: download "
+            f"{PINNED_ADDRESS}model.safetensors (988 MB) and put it at "
+            f"{DATA / 'model.safetensors'}; or go on with --model tiny") from None
+
+
+def weights_record(path: Path, known: dict | None, pinned: bool) -> dict:
+    """Size and sha256 of a weights file. A digest is remembered by path, size, time and inode, so
+    that a gigabyte is not read again at every call. A file said to be pinned must be it."""
+    if not path.is_file():
+        raise CourseError(f"{path}: there is no such weights file")
+    status = path.stat()
+    facts = {"path": str(path), "bytes": status.st_size, "mtime_ns": status.st_mtime_ns,
+             "inode": status.st_ino}
+    if pinned and status.st_size != PINNED_BYTES["model.safetensors"]:
+        raise CourseError(f"{path} has {status.st_size} bytes, the pinned weights have "
+                          f"{PINNED_BYTES['model.safetensors']}; delete it and fetch it again from "
+                          f"{PINNED_ADDRESS}model.safetensors")
+    if not known or any(known[key] != value for key, value in facts.items()):
+        known = facts | {"sha256": sha256_file(path)}
+    if pinned and known["sha256"] != PINNED_SHA256["model.safetensors"]:
+        raise CourseError(f"{path} has sha256 {known['sha256']}, the pinned weights have "
+                          f"{PINNED_SHA256['model.safetensors']}; delete it and fetch it again from "
+                          f"{PINNED_ADDRESS}model.safetensors")
+    return known
+
+
+def choose_device(name: str) -> torch.device:
+    """auto takes CUDA where there is one. MPS is refused: nobody compared it with the CPU yet."""
+    if name == "mps":
+        raise CourseError("device mps is not checked against the CPU yet; use --device cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise CourseError("no CUDA device is available here; use --device cpu")
+    if name == "cuda" or name == "auto" and torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("cpu")
+
+
+def has_bf16_units(device: torch.device) -> bool:
+    """Whether BF16 matrix products run on units of their own; emulated, they are ten times slower."""
+    capabilities = torch.cpu.get_capabilities()
+    return device.type == "cuda" or any(capabilities.get(unit)
+                                        for unit in ("amx_bf16", "avx512_bf16", "bf16"))
+
+
+def choose_model(args, stored: dict) -> tuple[str, str]:
+    """(tiny or qwen, why). A folder keeps the model it was made with."""
+    if args.weights and args.model == "tiny":
+        raise UsageError("--weights goes with the shape of qwen; it makes no sense with --model tiny")
+    asked = "qwen" if args.weights else args.model
+    if stored:
+        if asked not in ("auto", stored["model"]):
+            raise CourseError(f"{args.out} holds a run of model {stored['model']}, not {asked}; use "
+                              "another folder (--out)")
+        return stored["model"], "this folder's run uses it"
+    if asked != "auto":
+        return asked, "--weights was given" if args.weights else f"--model {asked} was given"
+    found = find_pinned_weights()
+    if found:
+        return "qwen", f"the pinned weights are at {found} (--model tiny takes the other)"
+    return "tiny", ("the pinned weights are not on this machine; --phase base --model qwen fetches "
+                    "them (988 MB)")
+
+
+def open_run(args) -> Run:
+    """Find or begin the run folder that the arguments speak of."""
+    changes = parse_settings(args.set)
+    stored = read_json(args.out / "run.json") if args.out and (args.out / "run.json").exists() else {}
+    model, why = choose_model(args, stored)
+    if not args.out:
+        revision = "" if args.corpus in (None, "v1") else f"-{args.corpus}"
+        args.out = HERE / "out" / (model + revision)
+        stored = read_json(args.out / "run.json") if (args.out / "run.json").exists() else {}
+    corpus = args.corpus or stored.get("corpus", "v1")
+    if stored and corpus != stored["corpus"]:
+        raise CourseError(f"{args.out} holds a run on corpus {stored['corpus']}, not {corpus}; "
+                          "results of the two are never mixed: use another folder (--out)")
+    say(f"model {model}: {why}")
+    device = choose_device(args.device)
+    record = {key: stored[key] for key in ("phases", "weights") if key in stored}
+    record.setdefault("phases", {})
+    if model == "qwen":
+        record["weights"] = find_weights(args, record)
+    if stored:
+        config = Config(**stored["config"])
+    else:
+        defaults = dict(MODEL_DEFAULTS[model])
+        if model == "qwen" and not has_bf16_units(device):
+            say("WARNING: this CPU has no BF16 matrix units: the base is computed in FP32 "
+                "(recorded in run.json; numbers differ from a BF16 run)")
+            defaults["dtype"] = "float32"
+        config = Config(**defaults)
+    run = Run(args.out, model, corpus, config, device, record, args.accept_changed_code)
+    for name, value in changes.items():
+        reader = next((p for p, fields in PHASE_FIELDS.items()
+                       if name in fields and p in record["phases"]), None)
+        if reader and getattr(config, name) != value:
+            raise CourseError(f"--set {name}={value}: phase {reader} of {args.out} has already read "
+                              f"{name} = {getattr(config, name)}; use another folder (--out)")
+    run.config = dataclasses.replace(config, **changes)
+    return run
+
+
+def find_weights(args, record: dict) -> dict:
+    """The weights of a qwen run: --weights, those the run began with, or the pinned ones."""
+    known = record.get("weights")
+    path = args.weights or (Path(known["path"]) if known else find_pinned_weights())
+    if path is None and args.phase in ("base", "all"):
+        say("fetching the pinned weights (988 MB)")
+        path = fetch_pinned_weights()
+    if path is None:
+        raise CourseError("the pinned weights are not on this machine; run --phase base --model "
+                          "qwen first, which fetches them")
+    pinned = known["pinned"] if known and not args.weights else not args.weights
+    found = weights_record(path.resolve(), known, pinned)
+    if known and known["sha256"] != found["sha256"]:
+        raise CourseError(f"{path} has sha256 {found['sha256']}, this run began with "
+                          f"{known['sha256']}; use another folder (--out)")
+    return {**found, "pinned": pinned}
+
+
+def peak_memory_mb(reset: bool = False) -> int | None:
+    """Largest resident memory of this process since the last reset, on Linux; elsewhere None."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return None
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    return int(re.search(r"VmHWM:\s+(\d+)", status.read_text()).group(1)) // 1024
+
+
+def run_phase(run: Run, phase: str) -> None:
+    """One phase with its time and memory; a finished one is verified and left alone."""
+    if phase not in ("data", "report") and run.is_done(phase):
+        done = run.done(phase)
+        changed = "" if done["identity"].get("code") == run.code else " (by another version of the code)"
+        say(f"{phase}: done already{changed}")
+        return
+    for earlier in PHASE_NEEDS.get(phase, ()):
+        run.done(earlier)
+    if phase in EXPECTED:
+        say(f"{phase}: expect about {EXPECTED[phase][run.model == 'qwen']} on two CPU cores")
+    entry = run.record["phases"].setdefault(phase, {"seconds": 0.0})
+    run.save()
+    peak_memory_mb(reset=True)
+    started = time.monotonic()
+    try:
+        PHASE_FUNCTIONS[phase](run)
+    finally:
+        entry["seconds"] = round(entry["seconds"] + time.monotonic() - started, 3)
+        entry["peak_memory_mb"] = peak_memory_mb()
+        run.save()
+    if phase != "report":
+        say(f"{phase}: finished in {clock(time.monotonic() - started)}")
+
+
+PHASE_FUNCTIONS = {
+    "data": phase_data, "base": phase_base, "sft": phase_sft, "reward": phase_reward,
+    "ppo": phase_ppo, "resume": phase_resume, "evaluate": phase_evaluate, "probes": phase_probes,
+    "report": phase_report}
+
+
+def command_line() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rlhf.py", formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__.split("\n\nRead it")[0],
+        epilog="fields for --set: " + ", ".join(f.name for f in dataclasses.fields(Config)))
+    parser.add_argument("--phase", choices=[*PHASES, "all", "ask"], required=True)
+    parser.add_argument("--model", choices=["auto", "qwen", "tiny"], default="auto")
+    parser.add_argument("--corpus", choices=["v1", "v2"], help="default: the folder's, else v1")
+    parser.add_argument("--weights", type=Path, metavar="PATH",
+                        help="another safetensors file of qwen's shape")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="run folder (out/<model>[-v2])")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda", "mps"], default="auto")
+    parser.add_argument("--set", action="append", default=[], metavar="name=value",
+                        help="any config field, repeatable")
+    parser.add_argument("--prompt", metavar="TEXT", help="the question for --phase ask")
+    parser.add_argument("--accept-changed-code", action="store_true",
+                        help="resume although the code changed; ends the claim of exactness")
+    return parser
+
+
+def execute(args) -> None:
+    if (args.prompt is None) == (args.phase == "ask"):
+        raise UsageError("--prompt TEXT goes with --phase ask, and --phase ask needs it")
+    torch.use_deterministic_algorithms(True)
+    run = open_run(args)
+    with run_lock(run.folder):
+        run.stop.install()
+        say(f"folder {run.folder}, corpus {run.corpus}, {run.config.dtype} on "
+            + ", ".join(f"{k} {v}" for k, v in environment(run.device).items()))
+        if args.phase == "ask":
+            for needed in ("sft", "reward", "ppo"):
+                run.done(needed)
+            return phase_ask(run, args.prompt)
+        phases = PHASES if args.phase == "all" else (args.phase,)
+        for phase in phases:
+            run_phase(run, phase)
+            run.stop.check(f"after phase {phase}")
+        if args.phase == "all":
+            say("all phases are done")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; 0 done, 1 an expected failure, 2 a usage error, 130/143 stopped."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser, handlers = command_line(), {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    if not argv:
+        parser.print_help()
+        return 0
+    try:
+        execute(parser.parse_args(argv))
+    except SystemExit as end:            # argparse has printed its message
+        return int(end.code or 0)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except Stopped as stop:
+        say(f"{stop}")
+        return 128 + stop.number
+    except KeyboardInterrupt:
+        say("stopped at once; the same command goes on from the last save")
+        return 130
+    except (CourseError, OSError) as error:
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        return 1
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
