@@ -45,6 +45,7 @@ import ast
 import collections
 import contextlib
 import dataclasses
+import functools
 import gzip
 import hashlib
 import html
@@ -376,6 +377,7 @@ def read_native(reader, path: Path, *args, **kwargs):
 
 def held_out_guard(run: Run, phase: str) -> Guard:
     """For a learning phase: nothing held out, whichever corpus; no child process."""
+    run.identity(phase)     # verifies the corpus, held-out files too, before the guard rises
     return Guard(f"phase {phase}", [root / part for root in (DATA, DATA / "v2")
                                     for part in ("test", "probes")]
                  + [run.folder / "evaluation", run.folder / "probes"], children=False)
@@ -468,9 +470,10 @@ class Run:
         self.folder, self.model, self.corpus, self.config = folder, model, corpus, config
         self.device, self.record, self.accept_changed_code = device, record, accept_changed_code
         self.stop, self.code = StopRequest(), code_identity()
-        self.verified: dict[str, dict] = {}
+        self.verified: dict[str, dict] = {}      # done.json of the phases whose files were checked
+        self.identities: dict[str, dict] = {}
 
-    @property
+    @functools.cached_property
     def tokens(self) -> Tokens:
         return Tokens()
 
@@ -533,6 +536,8 @@ class Run:
     # -- identity ----------------------------------------------------------------------------------
     def identity(self, phase: str) -> dict[str, object]:
         """What a phase is: the config fields it reads, digests of its inputs, the code."""
+        if phase in self.identities:
+            return self.identities[phase]
         inputs = {"tokenizer.json": PINNED_SHA256["tokenizer.json"]}
         if phase == "base" and self.model == "qwen":
             inputs["weights"] = self.record["weights"]["sha256"]
@@ -543,7 +548,8 @@ class Run:
             inputs |= {f"{earlier}/{name}": digest for earlier in PHASE_NEEDS[phase]
                        if earlier != "base" for name, digest in self.done(earlier)["files"].items()
                        if name.endswith(".safetensors")}
-        return {**vars(self.settings(phase)), **inputs, "code": self.code}
+        self.identities[phase] = {**vars(self.settings(phase)), **inputs, "code": self.code}
+        return self.identities[phase]
 
     def check_identity(self, found: dict, phase: str, source: Path) -> list[str]:
         """Refuse another identity, naming the first field that differs. Returns the caveats."""
@@ -1064,9 +1070,9 @@ class Role:
     output: OutputColumns = None    # the vocabulary projection (section 7)
 
     def __post_init__(self):
-        self.output = OutputColumns(self.model)
-        for name, parameter in self.named_parameters():
-            parameter.requires_grad_(self.trainable and name in self.learned())
+        self.output, learned = OutputColumns(self.model), self.learned()
+        for name, parameter in self.named_parameters().items():
+            parameter.requires_grad_(self.trainable and name in learned)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         head = {} if self.head is None else dict(self.head.named_parameters(prefix="head"))
@@ -1384,7 +1390,7 @@ def environment(device: torch.device) -> dict:
     """What exactness depends on besides the code: bits may differ where one of these does."""
     chip = torch.cuda.get_device_name(device) if device.type == "cuda" else \
         torch.cpu.get_capabilities().get("cpu_name") or platform.machine()
-    return {"python": platform.python_version(), "torch": torch.__version__,
+    return {"python": platform.python_version(), "torch": str(torch.__version__),
             "device": f"{device.type} ({chip})", "threads": torch.get_num_threads()}
 
 
