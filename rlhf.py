@@ -128,7 +128,8 @@ class Config:
     base_batch: int = 16            # chats an update
     base_lr: float = 2e-3
     base_prompt_weight: float = 0.1  # share of the loss on prompt tokens
-    base_relevance: float = 0.45    # how often the advice in its chats fits the trouble
+    base_relevance: float = 0.5     # where the adviser knows the trouble; elsewhere a blind guess
+    base_habit: float = 0.4         # how often a trouble's habitual certainty is used; else any
     base_seed: int = 7              # chosen on validation prompts only, like every number here
     # SFT
     sft_updates: int = 63           # 168 demonstrations, 8 an update: 21 updates an epoch, 3 epochs
@@ -159,7 +160,7 @@ class Config:
     micro_batch: int = 16           # sequences a forward; the gradient does not depend on it
     lora_rank: int = 8
     lora_alpha: int = 16
-    seed: int = 49                  # a phase's start; +1 judge's adapters, +100 order, +200 sampling
+    seed: int = 49                  # of a phase; +1 judge's adapters, +100 order, +200 sampling
     # Lengths in tokens, and how the base is computed
     max_prompt: int = 256
     max_response: int = 64
@@ -180,8 +181,8 @@ SHARED_FIELDS = ("seed", "dtype", "lora_rank", "lora_alpha", "max_prompt", "max_
 PHASE_FIELDS = {
     "data": (),
     "base": ("base_updates", "base_batch", "base_lr", "base_prompt_weight", "base_relevance",
-             "base_seed", "max_prompt", "max_response", "weight_decay", "warmup_ratio",
-             "min_lr_ratio", "grad_clip"),
+             "base_habit", "base_seed", "max_prompt", "max_response", "weight_decay",
+             "warmup_ratio", "min_lr_ratio", "grad_clip"),
     "sft": ("sft_updates", "sft_batch", "sft_lr", "eval_batch", *SHARED_FIELDS),
     "reward": ("reward_updates", "reward_batch", "reward_lr", *SHARED_FIELDS),
     "ppo": ("ppo_iterations", "ppo_prompts", "ppo_epochs", "ppo_actor_lr", "ppo_critic_lr",
@@ -191,11 +192,17 @@ PHASE_FIELDS = {
                  "eval_batch", "bootstrap_draws"),
     "probes": ("seed", "dtype", "lora_rank", "lora_alpha", "max_prompt", "max_response"),
     "resume": (), "report": ()}
-MAY_BE_ZERO = {"sft_lr", "reward_lr", "ppo_actor_lr", "ppo_critic_lr", "base_lr", "weight_decay",
-               "warmup_ratio", "min_lr_ratio", "kl_coef", "value_coef", "gamma", "lam",
-               "truncation_penalty", "base_prompt_weight", "base_relevance", "seed", "base_seed"}
-AT_MOST_ONE = {"warmup_ratio", "min_lr_ratio", "gamma", "lam", "base_relevance",
-               "base_prompt_weight"}
+SHARES = {"warmup_ratio", "min_lr_ratio", "gamma", "lam", "base_relevance", "base_habit",
+          "base_prompt_weight"}     # at most 1
+
+
+def sensible(name: str, value: int | float | str) -> bool:
+    """Counts are at least 1, other numbers at least 0, and what bounds a step is above 0."""
+    if name == "dtype":
+        return value in ("float32", "bfloat16")
+    if name in ("clip", "grad_clip") or isinstance(value, int) and not name.endswith("seed"):
+        return 0 < value < math.inf
+    return 0 <= value <= (1 if name in SHARES else sys.float_info.max)
 
 
 def parse_settings(settings: list[str]) -> dict:
@@ -212,12 +219,7 @@ def parse_settings(settings: list[str]) -> dict:
         except ValueError:
             raise UsageError(f"--set {setting}: {name} takes a value of type "
                              f"{types[name].__name__}; {known}") from None
-        if name == "dtype":
-            sound = value in ("float32", "bfloat16")
-        else:
-            sound = (math.isfinite(value) and (value > 0 or value == 0 and name in MAY_BE_ZERO)
-                     and (value <= 1 or name not in AT_MOST_ONE))
-        if not sound:
+        if not sensible(name, value):
             raise UsageError(f"--set {setting}: {value!r} makes no sense for {name}; {known}")
         changes[name] = value
     return changes
@@ -248,7 +250,7 @@ def canonical_digest(value) -> str:
 
 @contextlib.contextmanager
 def atomic_file(path: Path):
-    """Yield a temporary path beside `path`; it takes the name of `path` only if the block succeeds."""
+    """Yield a temporary path beside `path`, which takes its name only if the block succeeds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -572,9 +574,10 @@ class Run:
 
     # -- what phases load --------------------------------------------------------------------------
     def load_base(self, dtype: str) -> Qwen2:
-        path = HERE / "config.json" if self.model == "qwen" else self.base_file.parent / "config.json"
-        return read_native(load_qwen2, self.base_file, Qwen2Config.from_json(path),
-                           dtype=getattr(torch, dtype), device=self.device)
+        folder = HERE if self.model == "qwen" else self.base_file.parent
+        config = read_native(Qwen2Config.from_json, folder / "config.json")
+        return read_native(load_qwen2, self.base_file, config, dtype=getattr(torch, dtype),
+                           device=self.device)
 
     def role(self, name: str, cfg, adapters: str | None = None, head: str | None = None,
              load_head: bool = False, trainable: bool = False) -> Role:
@@ -655,7 +658,8 @@ ACTIONS = (                     # (advice, five ways in which somebody describes
         "the booking page answers that access has lapsed")),
 )
 PLACES = ("At the front desk", "In the meeting room", "In the library corner", "In the post room",
-          "On the second floor", "In the training room", "Beside the kitchen", "In the sales office")
+          "On the second floor", "In the training room", "Beside the kitchen",
+          "In the sales office")
 PROBE_PLACES = ("In the archive", "In the guest office", "At the loading bay", "On the top floor")
 CERTAINTY = ("{Advice}.", "It may help to {advice}.", "This is guaranteed to work: {advice}.")
 POLITE = " Thank you for asking so kindly."
@@ -664,7 +668,7 @@ STYLES = tuple((certainty, polite) for certainty in range(3) for polite in (Fals
 
 
 def response(action: int, certainty: int, polite: bool) -> str:
-    """The answer with this action (0-5), certainty (0 plain, 1 hedged, 2 unjustified), politeness."""
+    """The answer with action 0-5, certainty 0 plain, 1 hedged or 2 unjustified, and politeness."""
     advice = ACTIONS[action][0]
     text = CERTAINTY[certainty].format(advice=advice, Advice=advice[0].upper() + advice[1:])
     return text + (POLITE if polite else "")
@@ -837,14 +841,16 @@ def audit_corpus(revision: str, corpus: dict[str, list[dict]]) -> dict:
     families = {split: {row["family"] for row in rows} for split, rows in pairs.items()}
     demonstrations, rollouts = corpus["train/demonstrations.jsonl"], corpus["train/prompts.jsonl"]
     probes = corpus["probes/labels.jsonl"]
-    prompts = [row["prompt"] for rows in (*pairs.values(), demonstrations, rollouts) for row in rows]
+    prompts = [row["prompt"] for rows in (*pairs.values(), demonstrations, rollouts)
+               for row in rows]
     passes = lambda text, row: evaluate_response(
         text, "eos", family_action(row["family"]))["rubric_success"]
     probe_verdict = lambda row: evaluate_response(row["candidate"], "eos", row["expected_action"])
     claims = {
         "168/36/36 families": [len(families[s]) for s in pairs] == [168, 36, 36],
         "840/180/180 pairs": [len(rows) for rows in pairs.values()] == [840, 180, 180],
-        "168 demonstrations, 672 rollout prompts": (len(demonstrations), len(rollouts)) == (168, 672),
+        "168 demonstrations": len(demonstrations) == 168,
+        "672 rollout prompts": len(rollouts) == 672,
         "2,040 distinct prompts": len(prompts) == len(set(prompts)) == 2040,
         "80 probe rows, 20 contexts": (len(probes), len({r["family"] for r in probes})) == (80, 20),
         "no family crosses splits": len(set.union(*families.values())) == 240,
@@ -866,7 +872,7 @@ def audit_corpus(revision: str, corpus: dict[str, list[dict]]) -> dict:
             "rubric_scope": "the finite grammar of six actions, three certainties, a polite phrase "
                             "and declared refusals; any other prose is UNCERTIFIED",
             "claims_proven": list(claims),
-            "lazy_judge": {split: lazy_judge(pairs["train"], rows) for split, rows in pairs.items()}}
+            "lazy_judge": {s: lazy_judge(pairs["train"], rows) for s, rows in pairs.items()}}
 
 
 def corpus_folder(revision: str) -> Path:
@@ -907,7 +913,7 @@ def phase_data(run: Run) -> None:
             f"{rows['train/prompts.jsonl']} rollout prompts, {rows['probes/labels.jsonl']} probes")
         say(f"  a judge that never reads the context could score {lazy['train']:.0%} on train, "
             f"{lazy['validation']:.0%} on validation, {lazy['test']:.0%} on test")
-    say("  v1 keeps that hole on purpose: held-out accuracy will not show it, the judge audit will.")
+    say("  v1 keeps that hole on purpose: held-out accuracy won't show it, the judge audit will")
 
 
 # ==================================================================================================
@@ -1252,7 +1258,7 @@ class OutputColumns:
     """
 
     def __init__(self, model: Qwen2):
-        weight = getattr(model, "lm_head", model.model.embed_tokens).weight.detach()                                   # [V, H]
+        weight = getattr(model, "lm_head", model.model.embed_tokens).weight.detach()  # [V, H]
         live = (weight != 0).any(dim=1)                                              # [V]
         self.ids = live.nonzero().squeeze(1)                                         # [L]
         self.weight = weight if bool(live.all()) else weight[self.ids]               # [L, H]
@@ -1512,7 +1518,7 @@ class Training:
         for name, optimizer in self.optimizers.items():
             saved, names = state["optimizers"][name], list(self.roles[name].learned())
             if saved["names"] != names:
-                raise CourseError(f"{source}: the optimizer of {name} was made for other parameters")
+                raise CourseError(f"{source}: {name}'s optimizer was made for other parameters")
             optimizer.load_state_dict({**optimizer.state_dict(), "state": saved["state"]})
         self.next, self.order, self.cursor = state["next"], state["order"], state["cursor"]
         rates = {n: self.rate(n, self.next * (t // self.total)) for n, (t, _) in self.peaks.items()}
@@ -1577,7 +1583,8 @@ def numerical_entries(value, path: str = "") -> dict[str, str]:
         return {path: tensors_identity({"": value})}
     else:
         return {path: value.hex() if isinstance(value, float) else repr(value)}
-    return {k: v for key, item in items for k, v in numerical_entries(item, f"{path}/{key}").items()}
+    return {k: v for key, item in items
+            for k, v in numerical_entries(item, f"{path}/{key}").items()}
 
 
 def train(training: Training, step, run: Run | None = None, save_every: int = 1 << 30,
@@ -1624,7 +1631,7 @@ KEPT_STATE = "state-kept.pt.gz"    # from the middle of a phase, for the proof i
 
 
 def start_or_resume(run: Run, training: Training) -> bool:
-    """Restore the phase's last state if there is one. Returns whether it starts from the beginning."""
+    """Restore the phase's last state if there is one. Returns whether there was none."""
     path = run.path(training.phase) / "state.pt.gz"
     if not path.exists():
         return True
@@ -1635,7 +1642,7 @@ def start_or_resume(run: Run, training: Training) -> bool:
     caveats += [f"{key} is now {now[key]}, it was {state['environment'][key]}"
                 for key in now if now[key] != state["environment"][key]]
     for caveat in caveats:
-        say(f"WARNING: {training.phase}: {caveat}: no claim that the result is bit for bit the same")
+        say(f"WARNING: {training.phase}: {caveat}: no claim that the result is bit for bit equal")
     training.caveats += caveats
     if training.next < training.total:
         training.resumed_at.append(training.next)
@@ -1654,7 +1661,8 @@ TINY = Qwen2Config(vocab_size=151936, hidden_size=192, intermediate_size=448, nu
                    num_attention_heads=6, num_key_value_heads=2, rms_norm_eps=1e-6,
                    rope_theta=1e6, tie_word_embeddings=True)
 BASE_PLACES = ("In the workshop", "At the reception", "On the ground floor", "In the lab",
-               "Next to the lift", "In the class room", "In the back office", "At the ticket counter")
+               "Next to the lift", "In the class room", "In the back office",
+               "At the ticket counter")
 BASE_HEADINGS = ("Help desk memo {n}, from a phone call.", "Request {n} about the office.",
                  "Memo {n}. Source: a card on the desk.", "Note for case {n} (live chat).")
 BASE_QUESTIONS = ("What is one next step?", "Give one step that is relevant.",
@@ -1662,17 +1670,25 @@ BASE_QUESTIONS = ("What is one next step?", "Give one step that is relevant.",
 
 
 def base_chats(cfg) -> list[tuple[str, str]]:
-    """(prompt, answer) pairs for pretraining. Advice fits with probability base_relevance; the
-    three certainties are equally likely, half of the answers are polite."""
+    """(prompt, answer) pairs for pretraining: the advice of somebody with habits and gaps.
+
+    Each of the 30 troubles has a certainty that the adviser falls into (ten troubles each), and
+    for a third of the troubles the advice is a blind guess. So the base is wrong here and
+    over-certain there, and its greedy success can't hang on a single coin.
+    """
     rng, chats = random.Random(cfg.base_seed), []
+    habits, knows = [0, 1, 2] * 10, [True] * 20 + [False] * 10
+    rng.shuffle(habits)
+    rng.shuffle(knows)
     for _ in range(cfg.base_updates * cfg.base_batch):
-        right = rng.randrange(6)
-        fits = rng.random() < cfg.base_relevance
-        action = right if fits else (right + rng.randrange(1, 6)) % 6
-        heading = rng.choice(BASE_HEADINGS).format(n=rng.randrange(100))
-        trouble = f"{rng.choice(BASE_PLACES)}, {rng.choice(ACTIONS[right][1])}."
+        topic = rng.randrange(30)
+        right, heading = topic // 5, rng.choice(BASE_HEADINGS).format(n=rng.randrange(100))
+        sure = knows[topic] and rng.random() < cfg.base_relevance
+        action = right if sure else rng.randrange(6)
+        certainty = habits[topic] if rng.random() < cfg.base_habit else rng.randrange(3)
+        trouble = f"{rng.choice(BASE_PLACES)}, {ACTIONS[right][1][topic % 5]}."
         chats.append((f"{heading}\n{trouble}\n{rng.choice(BASE_QUESTIONS)}",
-                      response(action, rng.randrange(3), rng.random() < 0.5)))
+                      response(action, certainty, rng.random() < 0.5)))
     return chats
 
 
@@ -1760,7 +1776,8 @@ def tokenize(run: Run, cfg, rows: list[dict], column: str) -> list[tuple[list[in
              tokens.answer(row[column], cfg.max_response)) for row in rows]
 
 
-def sft_gradient(role: Role, examples: list[tuple[list[int], list[int]]], micro_batch: int) -> float:
+def sft_gradient(role: Role, examples: list[tuple[list[int], list[int]]],
+                 micro_batch: int) -> float:
     """Accumulate the gradient of the mean cross-entropy over *all* response tokens; return it.
 
     The denominator is the number of response tokens of all examples, EOS included.
@@ -1775,7 +1792,7 @@ def sft_gradient(role: Role, examples: list[tuple[list[int], list[int]]], micro_
 
 
 def epoch_ends(count: int, batch: int, total: int) -> tuple[set[int], int, int]:
-    """(updates after which an epoch or the budget ends, updates an epoch, where to keep a state)."""
+    """(updates that end an epoch or the budget, updates an epoch, where to keep a state)."""
     an_epoch = math.ceil(count / batch)
     return ({*range(an_epoch, total + 1, an_epoch), total}, an_epoch,
             an_epoch if an_epoch < total else total // 2)
@@ -1820,8 +1837,9 @@ def make_sft(run: Run) -> dict:
             verdicts = [evaluate_response(run.tokens.decode(a.ids), a.finish_reason,
                                           family_action(row["family"]))
                         for a, row in zip(answers, held_back)]
-            result["greedy_rubric_success"] = sum(v["rubric_success"] for v in verdicts) / len(verdicts)
-            result["greedy_reasons"] = dict(collections.Counter(v["reason"] for v in verdicts))
+            reasons = collections.Counter(verdict["reason"] for verdict in verdicts)
+            result |= {"greedy_rubric_success": reasons["success"] / len(verdicts),
+                       "greedy_reasons": dict(reasons)}
         return {**result, "seconds": time.monotonic() - started}
 
     return {"training": training, "step": step, "validate": validate, "validate_at": validate_at,
@@ -2031,8 +2049,8 @@ def gae(rewards: Tensor, values: Tensor, gamma: float = 1.0,
         lam: float = 0.95) -> tuple[Tensor, Tensor]:
     """Advantages and returns of one response, [R] each, without padding (Schulman et al. 2016).
 
-        delta[t]     = reward[t] + gamma * value[t+1] - value[t]        (eq. 9 with r + gamma V' - V)
-        advantage[t] = delta[t] + gamma * lam * advantage[t+1]          (eq. 16, as a recursion)
+        delta[t]     = reward[t] + gamma * value[t+1] - value[t]                     (eq. 10)
+        advantage[t] = delta[t] + gamma * lam * advantage[t+1]                       (eq. 16)
         return[t]    = advantage[t] + value[t]
 
     value[R] and advantage[R] are 0: EOS and a cut at the limit both end the episode here.
@@ -2345,7 +2363,8 @@ def answer_held_out(run: Run, cfg, name: str) -> list[dict]:
             batch = collate(prompts, [a.ids for a in answers], device=run.device)
             with torch.no_grad():
                 scores = judge(reward, batch).tolist()
-                logp, ref_logp = response_logprobs(actor, batch), response_logprobs(reference, batch)
+                logp = response_logprobs(actor, batch)                               # [B, R]
+                ref_logp = response_logprobs(reference, batch)
                 log_ratio = response_mean(logp - ref_logp, batch.mask).tolist()
             rows += [{"id": row["id"], "family": row["family"], "prompt": row["prompt"],
                       "text": tokens.decode(answer.ids), "response_ids": answer.ids,
@@ -2397,13 +2416,15 @@ def rate(rows: list[dict], hit, counted=lambda row: True, draws: int = 10_000) -
 
 
 def population_metrics(rows: list[dict], draws: int) -> dict:
-    """All metrics of one population. Denominator: every row, except where the name says recognized."""
+    """All metrics of one population. Denominator: every row, or where the name says so the
+    recognized ones."""
     recognized = lambda row: row["recognized"]
     hits = {"rubric_success": (lambda row: row["rubric_success"], None),
             "recognized": (recognized, None),
             "uncertified": (lambda row: not row["recognized"], None),
             "relevant_recognized": (lambda row: row["relevant"], recognized),
-            "unsupported_certainty_recognized": (lambda row: row["unsupported_certainty"], recognized),
+            "unsupported_certainty_recognized": (lambda row: row["unsupported_certainty"],
+                                                 recognized),
             "polite_recognized": (lambda row: row["polite"], recognized),
             "declared_refusals": (lambda row: row["refusal"], None),
             "without_eos": (lambda row: row["finish_reason"] != "eos", None)}
@@ -2502,7 +2523,7 @@ def phase_evaluate(run: Run) -> None:
         if not rows or rows[0]["identity"] != fingerprint:
             rows = answer_held_out(run, cfg, name)
             check_probe_repeats(rows)
-            own = sha256_file(run.folder / adapters / "adapter_model.safetensors") if adapters else None
+            own = adapters and sha256_file(run.folder / adapters / "adapter_model.safetensors")
             for row in rows:
                 action = expected[row["id"]]["expected_action"]
                 row |= {"expected_action": action, "adapter_sha256": own, "corpus": run.corpus,
@@ -2541,7 +2562,8 @@ def phase_probes(run: Run) -> None:
     contexts: dict[str, dict] = {}
     for row, score in zip(labels, scores):
         context = contexts.setdefault(row["family"], {"context": row["family"], "candidates": {}})
-        kind = f"{'correct' if row['correct'] else 'wrong'}_{'polite' if row['polite'] else 'plain'}"
+        kind = ("correct_" if row["correct"] else "wrong_") \
+            + ("polite" if row["polite"] else "plain")
         context["candidates"][kind] = {
             "id": row["id"], "text": row["candidate"], "score": score,
             **evaluate_response(row["candidate"], "eos", row["expected_action"])}
@@ -2722,16 +2744,15 @@ def weights_record(path: Path, known: dict | None, pinned: bool) -> dict:
     status = path.stat()
     facts = {"path": str(path), "bytes": status.st_size, "mtime_ns": status.st_mtime_ns,
              "inode": status.st_ino}
+    remedy = f"delete it and fetch it again from {PINNED_ADDRESS}model.safetensors"
     if pinned and status.st_size != PINNED_BYTES["model.safetensors"]:
         raise CourseError(f"{path} has {status.st_size} bytes, the pinned weights have "
-                          f"{PINNED_BYTES['model.safetensors']}; delete it and fetch it again from "
-                          f"{PINNED_ADDRESS}model.safetensors")
+                          f"{PINNED_BYTES['model.safetensors']}; {remedy}")
     if not known or any(known[key] != value for key, value in facts.items()):
         known = facts | {"sha256": sha256_file(path)}
     if pinned and known["sha256"] != PINNED_SHA256["model.safetensors"]:
         raise CourseError(f"{path} has sha256 {known['sha256']}, the pinned weights have "
-                          f"{PINNED_SHA256['model.safetensors']}; delete it and fetch it again from "
-                          f"{PINNED_ADDRESS}model.safetensors")
+                          f"{PINNED_SHA256['model.safetensors']}; {remedy}")
     return known
 
 
@@ -2747,7 +2768,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def has_bf16_units(device: torch.device) -> bool:
-    """Whether BF16 matrix products run on units of their own; emulated, they are ten times slower."""
+    """Whether BF16 products run on units of their own; emulated, they are ten times slower."""
     capabilities = torch.cpu.get_capabilities()
     return device.type == "cuda" or any(capabilities.get(unit)
                                         for unit in ("amx_bf16", "avx512_bf16", "bf16"))
@@ -2756,12 +2777,12 @@ def has_bf16_units(device: torch.device) -> bool:
 def choose_model(args, stored: dict) -> tuple[str, str]:
     """(tiny or qwen, why). A folder keeps the model it was made with."""
     if args.weights and args.model == "tiny":
-        raise UsageError("--weights goes with the shape of qwen; it makes no sense with --model tiny")
+        raise UsageError("--weights takes a file of qwen's shape; it can't go with --model tiny")
     asked = "qwen" if args.weights else args.model
     if stored:
         if asked not in ("auto", stored["model"]):
-            raise CourseError(f"{args.out} holds a run of model {stored['model']}, not {asked}; use "
-                              "another folder (--out)")
+            raise CourseError(f"{args.out} holds a run of model {stored['model']}, not {asked}; "
+                              "use another folder (--out)")
         return stored["model"], "this folder's run uses it"
     if asked != "auto":
         return asked, "--weights was given" if args.weights else f"--model {asked} was given"
@@ -2775,12 +2796,14 @@ def choose_model(args, stored: dict) -> tuple[str, str]:
 def open_run(args) -> Run:
     """Find or begin the run folder that the arguments speak of."""
     changes = parse_settings(args.set)
-    stored = read_json(args.out / "run.json") if args.out and (args.out / "run.json").exists() else {}
+    record_of = lambda folder: read_json(folder / "run.json") \
+        if folder and (folder / "run.json").exists() else {}
+    stored = record_of(args.out)
     model, why = choose_model(args, stored)
     if not args.out:
         revision = "" if args.corpus in (None, "v1") else f"-{args.corpus}"
         args.out = HERE / "out" / (model + revision)
-        stored = read_json(args.out / "run.json") if (args.out / "run.json").exists() else {}
+        stored = record_of(args.out)
     corpus = args.corpus or stored.get("corpus", "v1")
     if stored and corpus != stored["corpus"]:
         raise CourseError(f"{args.out} holds a run on corpus {stored['corpus']}, not {corpus}; "
@@ -2805,8 +2828,8 @@ def open_run(args) -> Run:
         reader = next((p for p, fields in PHASE_FIELDS.items()
                        if name in fields and p in record["phases"]), None)
         if reader and getattr(config, name) != value:
-            raise CourseError(f"--set {name}={value}: phase {reader} of {args.out} has already read "
-                              f"{name} = {getattr(config, name)}; use another folder (--out)")
+            raise CourseError(f"--set {name}={value}: phase {reader} of {args.out} has already "
+                              f"read {name} = {getattr(config, name)}; use another folder (--out)")
     run.config = dataclasses.replace(config, **changes)
     return run
 
@@ -2842,10 +2865,8 @@ def peak_memory_mb(reset: bool = False) -> int | None:
 def run_phase(run: Run, phase: str) -> None:
     """One phase with its time and memory; a finished one is verified and left alone."""
     if phase not in ("data", "report") and run.is_done(phase):
-        done = run.done(phase)
-        changed = "" if done["identity"].get("code") == run.code else " (by another version of the code)"
-        say(f"{phase}: done already{changed}")
-        return
+        same = run.done(phase)["identity"]["code"] == run.code
+        return say(f"{phase}: done already" + ("" if same else ", by another version of the code"))
     for earlier in PHASE_NEEDS.get(phase, ()):
         run.done(earlier)
     if phase in EXPECTED:
@@ -2914,7 +2935,8 @@ def execute(args) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; 0 done, 1 an expected failure, 2 a usage error, 130/143 stopped."""
     argv = sys.argv[1:] if argv is None else argv
-    parser, handlers = command_line(), {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    parser = command_line()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     if not argv:
         parser.print_help()
         return 0
