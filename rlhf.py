@@ -48,7 +48,6 @@ import dataclasses
 import functools
 import gzip
 import hashlib
-import html
 import io
 import json
 import math
@@ -273,6 +272,10 @@ def write_json(path: Path, value) -> None:
 
 def jsonl_bytes(rows: list[dict]) -> bytes:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+
+
+def mean(numbers: list[float]) -> float:
+    return sum(numbers) / len(numbers)
 
 
 def read_json(path: Path):
@@ -1281,6 +1284,12 @@ class OutputColumns:
         chosen = logits.gather(-1, slot.clamp(min=0).unsqueeze(-1)).squeeze(-1)
         return torch.where(slot >= 0, chosen, 0.0) - self.log_normalizer(logits)
 
+    def score(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        """[N, H] and [N] -> FP32 [N] log-probabilities, 256 rows at a time: N rows of 151,936 FP32
+        logits would not fit in memory when hundreds of answers are scored."""
+        return torch.cat([self.logprobs(self.logits(h), i)
+                          for h, i in zip(hidden.split(256), ids.split(256))])
+
     def greedy(self, logits: Tensor) -> Tensor:
         """[B, L] -> ids [B] of the largest logit among all V."""
         best, column = logits.max(-1)
@@ -1328,8 +1337,7 @@ def response_logprobs(role: Role, batch: Batch) -> Tensor:
     Only positions that predict a response token meet the vocabulary.
     """
     mask = batch.mask
-    logits = role.output.logits(prefix_hidden(role, batch)[mask])                    # [N, L]
-    logp = role.output.logprobs(logits, batch.response_ids[mask])                    # [N]
+    logp = role.output.score(prefix_hidden(role, batch)[mask], batch.response_ids[mask])  # [N]
     return torch.zeros(mask.shape, device=logp.device).masked_scatter(mask, logp)
 
 
@@ -1428,6 +1436,8 @@ class Training:
         self.optimizers = {name: torch.optim.AdamW(roles[name].learned().values(), lr=0.0,
                                                    weight_decay=cfg.weight_decay)
                            for name in peaks}
+        self.unlearned = [(name, key, p) for name, role in roles.items()
+                          for key, p in role.named_parameters().items() if not p.requires_grad]
         self.frozen = {name: frozen_identity(role) for name, role in roles.items()}
         self.begin = {name: learned_identity(role) for name, role in roles.items()}
         if roles.keys() != {"base"}:
@@ -1460,23 +1470,19 @@ class Training:
         Returns rate and gradient norm (before clipping). CourseError if a gradient is missing or
         not finite, if all are zero, or if a frozen parameter of any role holds one.
         """
-        learned = self.roles[name].learned()
-        for key, parameter in learned.items():
-            if parameter.grad is None:
-                raise CourseError(f"{self.phase}, update {update + 1}: {name} has no gradient for "
-                                  f"{key}")
-        norm = float(nn.utils.clip_grad_norm_(learned.values(), self.cfg.grad_clip))
+        where, optimizer = f"{self.phase}, update {update + 1}", self.optimizers[name]
+        parameters = optimizer.param_groups[0]["params"]
+        if any(parameter.grad is None for parameter in parameters):
+            raise CourseError(f"{where}: a parameter of {name} that learns has no gradient")
+        norm = float(nn.utils.clip_grad_norm_(parameters, self.cfg.grad_clip))
         if not math.isfinite(norm):
-            raise CourseError(f"{self.phase}, update {update + 1}: the gradient of {name} is not "
-                              "finite; lower its learning rate")
+            raise CourseError(f"{where}: the gradient of {name} is not finite; lower its rate")
         if norm == 0:
-            raise CourseError(f"{self.phase}, update {update + 1}: every gradient of {name} is 0")
-        for other, role in self.roles.items():
-            for key, parameter in role.named_parameters().items():
-                if parameter.grad is not None and not parameter.requires_grad:
-                    raise CourseError(f"frozen parameter {key} of {other} holds a gradient")
+            raise CourseError(f"{where}: every gradient of {name} is 0")
+        for other, key, parameter in self.unlearned:
+            if parameter.grad is not None:
+                raise CourseError(f"{self.phase}: frozen {key} of {other} holds a gradient")
         lr = self.rate(name, update)
-        optimizer = self.optimizers[name]
         optimizer.param_groups[0]["lr"] = lr
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -1587,32 +1593,34 @@ def numerical_entries(value, path: str = "") -> dict[str, str]:
             for k, v in numerical_entries(item, f"{path}/{key}").items()}
 
 
-def train(training: Training, step, run: Run | None = None, save_every: int = 1 << 30,
-          keep_at: int = -1, validate_at: set[int] = frozenset(), validate=None,
-          describe=None, stop: StopRequest | None = None) -> None:
+def train(run: Run, training: Training, step, describe, save_every: int = 0, keep_at: int = -1,
+          validate_at: set[int] = frozenset(), validate=None, sample=None) -> None:
     """Run the remaining updates of a phase; every learning phase goes through this loop.
 
-    step(training) does one update and appends to the history. With a `run`, states are saved at
-    multiples of save_every, at the end and on a signal; one is kept at keep_at for section 14.
+    step(training) does one update and appends to the history. States are saved at multiples of
+    save_every, at the end and on a signal; one is kept at keep_at for section 14, which runs this
+    loop with save_every 0: then nothing is written.
     """
+    folder = run.path(training.phase)
     progress = Progress(training.phase, training.next, training.total)
-    folder, stop = (run.path(training.phase), run.stop) if run else (None, stop)
     while True:
-        if run and training.next == keep_at:
+        if save_every and training.next == keep_at:
             save_state(folder / KEPT_STATE, run.sealed(training))
         if training.next == training.total:
-            break
+            return
         step(training)
         training.next += 1
         if training.next in validate_at:
             training.history["validation"].append(validate(training))
-        if run and (training.next % save_every == 0 or training.next == training.total
-                    or stop.requested):
+        done, last = training.next, training.next == training.total
+        if save_every and (done % save_every == 0 or last or run.stop.requested):
             save_state(folder / "state.pt.gz", run.sealed(training))
-        if run and (training.next % run.config.log_every == 0 or training.next == training.total):
-            progress.line(training.next, describe(training))
-        if stop and training.next < training.total:
-            stop.check(f"{training.phase} after {training.next} of {training.total}")
+        if done % run.config.log_every == 0 or last:
+            progress.line(done, describe(training))
+            if sample and done % (5 * run.config.log_every) == 0:
+                say(sample())
+        if not last:
+            run.stop.check(f"{training.phase} after {done} of {training.total}")
 
 
 class Progress:
@@ -1692,14 +1700,13 @@ def base_chats(cfg) -> list[tuple[str, str]]:
     return chats
 
 
-def make_base_training(run: Run):
+def make_base_training(run: Run, cfg):
     """The compact model (only the rows of the vocabulary that its texts use) and its update.
 
     Weight decay and the gradient of the softmax would move the unused rows away from zero, so
     those rows do not exist during pretraining; they still count in the softmax, as exp(0) each.
     """
-    cfg, tokens = run.settings("base"), run.tokens
-    cfg.seed = cfg.base_seed
+    cfg.seed, tokens = cfg.base_seed, run.tokens
     chats = [(tokens.prompt(p, cfg.max_prompt), tokens.answer(a, cfg.max_response))
              for p, a in base_chats(cfg)]
     used = sorted({token for chat in chats for part in chat for token in part} | {PAD})
@@ -1745,11 +1752,12 @@ def phase_base(run: Run) -> None:
         say(f"base: {run.note()}")
         run.finish("base", run.identity("base"), weights_sha256=run.record["weights"]["sha256"])
         return
-    training, step, used = make_base_training(run)
+    cfg = run.settings("base")
+    training, step, used = make_base_training(run, cfg)
     with held_out_guard(run, "base"):
         start_or_resume(run, training)
-        train(training, step, run, describe=lambda t: "loss {loss:.3f}  answers {answer_loss:.3f}  "
-              "rate {lr:.1e}".format(**t.history["updates"][-1]))
+        train(run, training, step, lambda t: "loss {loss:.3f}  answers {answer_loss:.3f}  "
+              "rate {lr:.1e}".format(**t.history["updates"][-1]), save_every=cfg.base_updates)
     training.check_identities()
     folder, model = run.path("base"), training.roles["base"].model
     state = {n: p.detach().to(torch.bfloat16) for n, p in model.named_parameters()}
@@ -1843,7 +1851,8 @@ def make_sft(run: Run) -> dict:
         return {**result, "seconds": time.monotonic() - started}
 
     return {"training": training, "step": step, "validate": validate, "validate_at": validate_at,
-            "save_every": an_epoch, "keep_at": keep_at}
+            "save_every": an_epoch, "keep_at": keep_at, "describe": lambda t: "loss {loss:.4f}  "
+            "norm {gradient_norm:.2f}  rate {lr:.1e}".format(**t.history["updates"][-1])}
 
 
 def phase_sft(run: Run) -> None:
@@ -1853,8 +1862,7 @@ def phase_sft(run: Run) -> None:
         training = parts["training"]
         if start_or_resume(run, training):
             training.history["validation"].append(parts["validate"](training))
-        train(run=run, **parts, describe=lambda t: "loss {loss:.4f}  norm {gradient_norm:.2f}  "
-              "rate {lr:.1e}".format(**t.history["updates"][-1]))
+        train(run, **parts)
         training.check_identities()
         for entry in training.history["validation"]:
             if "greedy_rubric_success" in entry:
@@ -1946,7 +1954,9 @@ def make_reward(run: Run) -> dict:
                 "seconds": time.monotonic() - started}
 
     return {"training": training, "step": step, "validate": validate, "validate_at": validate_at,
-            "save_every": an_epoch, "keep_at": keep_at}
+            "save_every": an_epoch, "keep_at": keep_at, "describe": lambda t: "loss {loss:.4f}  "
+            "right {correct}/{rows}  norm {gradient_norm:.2f}  rate {lr:.1e}".format(
+                **t.history["updates"][-1])}
 
 
 def phase_reward(run: Run) -> None:
@@ -1955,8 +1965,7 @@ def phase_reward(run: Run) -> None:
         parts = make_reward(run)
         training = parts["training"]
         start_or_resume(run, training)
-        train(run=run, **parts, describe=lambda t: "loss {loss:.4f}  right {correct}/{rows}  "
-              "norm {gradient_norm:.2f}  rate {lr:.1e}".format(**t.history["updates"][-1]))
+        train(run, **parts)
         training.check_identities()
         for entry in training.history["validation"]:
             say(f"  reward validation after {entry['update']} updates: {entry['accuracy']:.1%} of "
@@ -2196,9 +2205,25 @@ def ppo_epoch(training: Training, rollouts: Rollouts, epoch: int,
     return actor, critic
 
 
-def ppo_iteration(training: Training, prompts: list[tuple[str, list[int]]], tokens: Tokens,
-                  sink) -> None:
-    """Collect four rollouts, learn from them twice, record everything. sink(number, rollouts)."""
+def rollout_summary(records: list[dict]) -> dict:
+    """An iteration in a few numbers. Denominators: responses; for the log-ratio first a response's
+    tokens, then responses; for the explained variance all tokens."""
+    values, returns = (torch.cat([torch.tensor(r[key]) for r in records])
+                       for key in ("values", "returns"))
+    spread = returns.var(correction=0).item()
+    return {
+        "mean_score": mean([r["score"] for r in records]),
+        "mean_log_ratio_to_reference": mean([mean([a - b for a, b in zip(
+            r["old_logp"], r["ref_logp"])]) for r in records]),
+        "mean_response_tokens": mean([len(r["response_ids"]) for r in records]),
+        "eos_rate": mean([r["finish_reason"] == "eos" for r in records]),
+        "value_explained_variance": None if spread == 0 else
+        1 - (returns - values).var(correction=0).item() / spread}
+
+
+def ppo_iteration(training: Training, prompts: list[tuple[str, list[int]]],
+                  tokens: Tokens) -> list[dict]:
+    """Collect four rollouts, learn from them twice, record everything; returns the rollouts."""
     started, seconds, number = time.monotonic(), {}, training.next + 1
     policy = learned_identity(training.roles["actor"])
     picked = [prompts[i] for i in training.draw(training.cfg.ppo_prompts, len(prompts), fill=True)]
@@ -2218,26 +2243,20 @@ def ppo_iteration(training: Training, prompts: list[tuple[str, list[int]]], toke
     # starts from it, and a lecture that hides it would teach a ratio of exactly 1.
     entry["logp_drift"] = [max(abs(a - b) for a, b in zip(r["old_logp"], scored["logp"]))
                            for r, scored in zip(records, entry["actor_updates"][0]["responses"])]
-    log_ratios = [[a - b for a, b in zip(r["old_logp"], r["ref_logp"])] for r in records]
-    values = torch.cat([torch.tensor(r["values"]) for r in records])
-    returns = torch.cat([torch.tensor(r["returns"]) for r in records])
-    spread = returns.var(correction=0).item()
-    mean = lambda numbers: sum(numbers) / len(numbers)
-    entry |= {
-        "mean_score": mean([r["score"] for r in records]),
-        "mean_log_ratio_to_reference": mean([mean(row) for row in log_ratios]),
-        "mean_response_tokens": mean([len(r["response_ids"]) for r in records]),
-        "eos_rate": mean([r["finish_reason"] == "eos" for r in records]),
-        "value_explained_variance": None if spread == 0 else
-        1 - (returns - values).var(correction=0).item() / spread,
-        "rollouts_sha256": canonical_digest(records)}
-    sink(number, {"iteration": number, "policy": policy, "responses": records})
+    entry |= {**rollout_summary(records), "rollouts_sha256": canonical_digest(records)}
     seconds["whole loop"] = time.monotonic() - started
     training.history["iterations"].append({**entry, "seconds": seconds})
+    return records
 
 
-def make_ppo(run: Run, sink=None) -> dict:
-    """The four roles and the parts for `train`. Without a sink nothing is written."""
+def rollout_verdict(record: dict) -> dict:
+    """The rubric of a sampled answer, for readers of samples and report; no reward contains it."""
+    return evaluate_response(record["text"], record["finish_reason"],
+                             family_action(record["prompt_id"].split("-")[0]))
+
+
+def make_ppo(run: Run, write=None) -> dict:
+    """The four roles and the parts for `train`. write(number, rollouts) may store an iteration."""
     cfg, tokens = run.settings("ppo"), run.tokens
     prompts = [(row["id"], tokens.prompt(row["prompt"], cfg.max_prompt))
                for row in run.rows("train/prompts.jsonl")]
@@ -2250,20 +2269,37 @@ def make_ppo(run: Run, sink=None) -> dict:
     training = Training("ppo", cfg, cfg.ppo_iterations, roles,
                         {"actor": (total, cfg.ppo_actor_lr), "critic": (total, cfg.ppo_critic_lr)},
                         {"iterations": []})
-    write = sink or (lambda number, rollouts: None)
-    return {"training": training, "save_every": cfg.ppo_save_every,
+    latest: list[dict] = []
+
+    def step(training: Training) -> None:
+        latest[:] = ppo_iteration(training, prompts, tokens)
+        if write:
+            write(training.next + 1, {"iteration": training.next + 1,
+                                      "policy": training.history["iterations"][-1]["policy"],
+                                      "responses": latest})
+
+    def sample() -> str:
+        """One answer for the reader's eyes."""
+        seen = latest[0]
+        log_ratio = sum(seen["old_logp"]) - sum(seen["ref_logp"])
+        verdict = rollout_verdict(seen)
+        return (f"         {seen['prompt_id']} {seen['text']!r}\n         score "
+                f"{seen['score']:+.2f}  log-ratio {log_ratio:+.2f}  rubric: {verdict['reason']}")
+
+    return {"training": training, "step": step, "save_every": cfg.ppo_save_every, "sample": sample,
             "keep_at": 40 if cfg.ppo_iterations > 40 else cfg.ppo_iterations // 2,
-            "step": lambda training: ppo_iteration(training, prompts, tokens, write)}
+            "describe": describe_ppo}
 
 
 def describe_ppo(training: Training) -> str:
     """The last iterations in one line. Score, length, EOS and log-ratio stand together: a rising
     score alone says nothing."""
     recent = training.history["iterations"][-10:]
-    mean = lambda name: sum(entry[name] for entry in recent) / len(recent)
+    average = lambda name: mean([entry[name] for entry in recent])
     last = recent[-1]["actor_updates"][-1]
-    return (f"score {mean('mean_score'):+.2f}  log-ratio {mean('mean_log_ratio_to_reference'):+.3f}"
-            f"  tokens {mean('mean_response_tokens'):.0f}  EOS {mean('eos_rate'):.0%}  "
+    return (f"score {average('mean_score'):+.2f}  "
+            f"log-ratio {average('mean_log_ratio_to_reference'):+.3f}  "
+            f"tokens {average('mean_response_tokens'):.0f}  EOS {average('eos_rate'):.0%}  "
             f"clipped {last['clip_fraction']:.0%}")
 
 
@@ -2275,7 +2311,7 @@ def phase_ppo(run: Run) -> None:
             folder / "rollouts" / f"{number:04d}.json", rollouts))
         training = parts["training"]
         start_or_resume(run, training)
-        train(run=run, **parts, describe=describe_ppo)
+        train(run, **parts)
         training.check_identities()
         finish_learning(run, training, {"actor": folder / "actor", "critic": folder / "critic"})
 
@@ -2298,8 +2334,7 @@ def prove_resume(run: Run, phase: str) -> dict:
         parts = MAKERS[phase](run)
         training = parts["training"]
         training.restore(kept, folder / KEPT_STATE)
-        train(training, parts["step"], validate=parts.get("validate"),
-              validate_at=parts.get("validate_at", frozenset()), stop=run.stop)
+        train(run, **{**parts, "save_every": 0})
     main, again = (numerical_entries(without_durations(s)) for s in (final, training.state()))
     different = [key for key in sorted({*main, *again}) if main.get(key) != again.get(key)]
     caveats = final["caveats"] + [f"{key} is {value} now" for key, value in
@@ -2428,7 +2463,6 @@ def population_metrics(rows: list[dict], draws: int) -> dict:
             "polite_recognized": (lambda row: row["polite"], recognized),
             "declared_refusals": (lambda row: row["refusal"], None),
             "without_eos": (lambda row: row["finish_reason"] != "eos", None)}
-    mean = lambda numbers: sum(numbers) / len(numbers)
     metrics = {"rows": len(rows)}
     for name, (hit, counted) in hits.items():
         found = rate(rows, hit, counted or (lambda row: True), draws)
@@ -2574,14 +2608,14 @@ def phase_probes(run: Run) -> None:
             "politeness_delta_wrong": score["wrong_polite"] - score["wrong_plain"],
             "relevance_delta_plain": score["correct_plain"] - score["wrong_plain"],
             "wrong_polite_outranks_correct_plain": score["wrong_polite"] > score["correct_plain"]}
-    mean = lambda key: sum(c[key] for c in contexts.values()) / len(contexts)
+    average = lambda key: mean([context[key] for context in contexts.values()])
     results = {
         "note": run.note(), "corpus": run.corpus, "refit": False, "rows": len(labels),
         "judge_identity": before[0], "contexts": list(contexts.values()),
         "adapter_sha256": sha256_file(run.folder / "reward" / "adapter_model.safetensors"),
-        "mean_politeness_delta_correct": mean("politeness_delta_correct"),
-        "mean_politeness_delta_wrong": mean("politeness_delta_wrong"),
-        "mean_relevance_delta_plain": mean("relevance_delta_plain"),
+        "mean_politeness_delta_correct": average("politeness_delta_correct"),
+        "mean_politeness_delta_wrong": average("politeness_delta_wrong"),
+        "mean_relevance_delta_plain": average("relevance_delta_plain"),
         "wrong_polite_outranks_correct_plain": sum(
             c["wrong_polite_outranks_correct_plain"] for c in contexts.values()),
         "contexts_total": len(contexts)}
@@ -2592,6 +2626,9 @@ def phase_probes(run: Run) -> None:
 # ==================================================================================================
 # 17 · Report: the numbers side by side
 # ==================================================================================================
+# The script collects numbers; data/report_template.html holds the looks and draws them. Invariant:
+# every number on the page stands in a JSON file of the run or follows from it here, unrounded. The
+# mistake: a report that computes a friendlier number than the one that was measured.
 
 def table(rows: list[list[str]]) -> list[str]:
     """Aligned text columns; the first row is the heading."""
@@ -2646,34 +2683,181 @@ def judge_lines(audit: dict, probes: dict) -> list[str]:
         f"{probes['wrong_polite_outranks_correct_plain']} of {probes['contexts_total']}"]
 
 
+def scalars(entry: dict) -> dict:
+    """A record without its lists (a number for each response or pair)."""
+    return {key: value for key, value in entry.items() if not isinstance(value, list)}
+
+
+def ppo_curve(rollouts: list[dict], entries: dict[int, dict]) -> list[dict]:
+    """One row an iteration; losses and the like (of its last epoch) come from the history, which is
+    written at the end, and are missing while PPO is still going."""
+    curve = []
+    for rollout in rollouts:
+        records, entry = rollout["responses"], entries.get(rollout["iteration"], {})
+        verdicts = [rollout_verdict(record) for record in records]
+        curve.append({
+            "iteration": rollout["iteration"], **rollout_summary(records),
+            **{key: mean([bool(v[key]) for v in verdicts]) for key in
+               ("rubric_success", "recognized", "unsupported_certainty", "polite")}})
+        if entry:
+            actor, critic = entry["actor_updates"][-1], entry["critic_updates"][-1]
+            curve[-1] |= {"actor_loss": actor["loss"], "clip_fraction": actor["clip_fraction"],
+                          "approx_kl": actor["approx_kl"], "critic_loss": critic["loss"],
+                          "seconds": entry["seconds"]}
+    return curve
+
+
+def credit_examples(run: Run, rollouts: list[dict], entries: dict[int, dict]) -> list[dict]:
+    """First, best, worst and median rollout by the judge's score, token by token."""
+    every = [(rollout["iteration"], slot, record) for rollout in rollouts
+             for slot, record in enumerate(rollout["responses"])]
+    ranked, examples = sorted(every, key=lambda item: item[2]["score"]), []
+    picks = {"first": every[:1], "best": ranked[-1:], "worst": ranked[:1],
+             "median": ranked[len(ranked) // 2:][:1]}
+    for which, ((iteration, slot, record),) in picks.items() if every else ():
+        asked = family_rows(int(record["prompt_id"][2:5]), run.corpus)["prompts"]
+        updates = entries.get(iteration, {}).get("actor_updates", [])
+        examples.append({
+            "which": which, "iteration": iteration, **record, "rubric": rollout_verdict(record),
+            "prompt": next(r["prompt"] for r in asked if r["id"] == record["prompt_id"]),
+            # decode() drops a final EOS; one more of it keeps every token of the answer visible
+            "pieces": [run.tokens.decode([token, EOS]) for token in record["response_ids"]],
+            "ratios": [update["responses"][slot]["ratio"] for update in updates]})
+    return examples
+
+
+def trl_metrics(records: list[dict], entry: dict, cfg: Config) -> dict:
+    """One iteration under the names of TRL's PPOTrainer, by its definitions: the KL is summed over
+    a response's tokens, approxkl is half the squared log-ratio, a token counts as clipped where
+    the clip changed its loss. (loss/* are this script's losses, value_coef included.)"""
+    kl = mean([sum(r["old_logp"]) - sum(r["ref_logp"]) for r in records])
+    score = mean([r["score"] - cfg.truncation_penalty * (r["finish_reason"] == "length")
+                  for r in records])
+    found = {"objective/kl": kl, "objective/entropy": mean([-sum(r["old_logp"]) for r in records]),
+             "objective/scores": score, "objective/non_score_reward": -cfg.kl_coef * kl,
+             "objective/rlhf_reward": score - cfg.kl_coef * kl,
+             "val/num_eos_tokens": sum(r["response_ids"].count(EOS) for r in records)}
+    if not entry:
+        return found
+    steps = [step for update in entry["actor_updates"]
+             for r, new in zip(records, update["responses"])
+             for step in zip(new["ratio"], new["logp"], r["old_logp"], r["advantages"])]
+    return found | {
+        "policy/approxkl_avg": mean([(new - old) ** 2 / 2 for _, new, old, _ in steps]),
+        "policy/clipfrac_avg": mean([ratio > 1 + cfg.clip if advantage > 0 else
+                                     ratio < 1 - cfg.clip and advantage < 0
+                                     for ratio, _, _, advantage in steps]),
+        "val/ratio": mean([ratio for ratio, *_ in steps]),
+        "loss/policy_avg": mean([update["loss"] for update in entry["actor_updates"]]),
+        "loss/value_avg": mean([update["loss"] for update in entry["critic_updates"]]),
+        "lr": entry["actor_updates"][-1]["lr"]}
+
+
+def metrics_rows(histories: dict, curve: list[dict], rollouts: list[dict], entries: dict[int, dict],
+                 cfg: Config) -> list[dict]:
+    """metrics.jsonl: one line a step, our names and, beside them, the ecosystem's."""
+    rows = [{"phase": phase, "step": update["update"], **update, "learning_rate": update["lr"],
+             "grad_norm": update["gradient_norm"],
+             **({"accuracy": update["correct"] / update["rows"]} if "correct" in update else {})}
+            for phase in ("base", "sft", "reward") if histories[phase]
+            for update in histories[phase]["updates"]]
+    return rows + [
+        {"phase": "ppo", "step": point["iteration"], **point,
+         "episode": point["iteration"] * cfg.ppo_prompts,
+         **trl_metrics(rollout["responses"], entries.get(point["iteration"], {}), cfg)}
+        for point, rollout in zip(curve, rollouts)]
+
+
+def disagreements(rows: list[dict], shown: int = 8) -> dict:
+    """Failing answers that the judge likes best and passing ones that it likes least, one a
+    distinct prompt; and for the picture, score and rubric of them all."""
+    rows = sorted({row["prompt"]: row for row in rows}.values(), key=lambda row: row["score"])
+    keys = ("id", "prompt", "text", "finish_reason", "score", "rubric_success", "reason")
+    parts = [[{key: row[key] for key in keys} for row in rows if row["rubric_success"] == passes]
+             for passes in (True, False)]
+    return {"points": [[row["score"], row["rubric_success"]] for row in rows],
+            "passing_disliked": parts[0][:shown], "failing_liked": parts[1][::-1][:shown]}
+
+
+def answer_means(answers: dict[str, list[dict]], draws: int) -> dict:
+    """{population: {actor, or "actor - the one before it": {measure: mean and interval}}}.
+
+    A change is paired: both actors answered the same prompts, so families are drawn with the
+    differences of their own answers. Much sharper than comparing two intervals.
+    """
+    means: dict = {"test": {}, "probe_contexts": {}}
+    distinct = {name: {row["prompt"]: row for row in rows} for name, rows in answers.items()}
+    pairs = [(name, None) for name in distinct] + list(zip([*distinct][1:], distinct))
+    for (name, before), population in ((pair, p) for pair in pairs for p in means):
+        cell = means[population][f"{name} - {before}" if before else name] = {}
+        for key in ("rubric_success", "score", "sampled_actor_reference_logratio"):
+            sums, counts = collections.Counter(), collections.Counter()
+            for prompt, row in distinct[name].items():
+                if row["id"].startswith("PROBE") == (population == "probe_contexts"):
+                    earlier = distinct[before][prompt][key] if before else 0
+                    sums[row["family"]] += row[key] - earlier
+                    counts[row["family"]] += 1
+            cell[key] = {"mean": sum(sums.values()) / sum(counts.values()),
+                         "ci": family_interval(sums, counts, draws)}
+    return means
+
+
+def report_data(run: Run) -> dict:
+    """All that the page draws and metrics.jsonl says, from the run's own JSON files. What the run
+    has not reached is None or empty; what is finished is checked against its digests first."""
+    done = {phase: run.done(phase) for phase in PHASES if run.is_done(phase)}
+    read = lambda phase, name: read_json(run.path(phase) / name) \
+        if (run.path(phase) / name).exists() else None
+    histories = {phase: read(phase, "history.json") for phase in ("base", "sft", "reward", "ppo")}
+    entries = {e["iteration"]: e for e in (histories["ppo"] or {"iterations": []})["iterations"]}
+    rollouts = [read_json(p) for p in sorted((run.path("ppo") / "rollouts").glob("*.json"))]
+    curve = ppo_curve(rollouts, entries)
+    answers = {name: read_jsonl(path) for name in ACTORS
+               if (path := run.path("evaluate") / f"{name}.jsonl").exists()}
+    judged, probes = read("evaluate", "reward_test.json"), read("probes", "results.json")
+    questions = {row["family"]: row["prompt"] for row in probe_rows(run.corpus)}
+    return {
+        "note": run.note(), "model": run.model, "corpus": f"OfficeHelpPrefs-{run.corpus}",
+        "config": dataclasses.asdict(run.config), "phases": run.record["phases"],
+        "finished": list(done), "environment": environment(run.device) | {
+            "system": platform.platform()},
+        "digests": {"code": run.code, "base weights": done.get("base", {}).get("weights_sha256"),
+                    "corpus manifest": sha256_file(corpus_folder(run.corpus) / "manifest.json"),
+                    **{f"{phase}/{name}": digest for phase, entry in done.items()
+                       for name, digest in entry["files"].items()
+                       if phase != "base" and name.endswith(".safetensors")}},
+        "learning": {phase: {key: [scalars(e) for e in histories[phase][key]]
+                             for key in ("updates", "validation")} if histories[phase] else None
+                     for phase in ("sft", "reward")},
+        "iterations": curve, "credit": credit_examples(run, rollouts, entries),
+        "results": read("evaluate", "results.json"),
+        "judge": judged and {key: value for key, value in judged.items() if key != "scores"},
+        "means": answer_means(answers, run.config.bootstrap_draws),
+        "answers": {name: disagreements(rows) for name, rows in answers.items()},
+        "probes": probes and {**probes, "prompts": questions},
+        "resume": {phase: scalars(proof) for phase in MAKERS
+                   if (proof := read("resume", f"{phase}.json"))},
+        "metrics": metrics_rows(histories, curve, rollouts, entries, run.config)}
+
+
 def phase_report(run: Run) -> None:
-    """report.html and the closing table, from whatever the run has so far."""
-    parts = [("Time and memory", time_table(run))]
-    lines = [f"model: {run.note()}", f"corpus: OfficeHelpPrefs-{run.corpus}"]
-    if run.is_done("evaluate"):
-        run.done("evaluate")
-        results = read_json(run.path("evaluate") / "results.json")
-        parts.append(("Held-out answers: rubric beside judge", result_table(results)))
-    if run.is_done("evaluate") and run.is_done("probes"):
-        run.done("probes")
-        lines += judge_lines(read_json(run.path("evaluate") / "reward_test.json"),
-                             read_json(run.path("probes") / "results.json"))
-    for _, rows in parts:
+    """report.html, metrics.jsonl and the closing tables, from whatever the run has so far."""
+    data = report_data(run)
+    tables = [time_table(run)] + ([result_table(data["results"])] if data["results"] else [])
+    lines = [f"model: {run.note()}", f"corpus: {data['corpus']}"]
+    if data["judge"] and data["probes"]:
+        lines += judge_lines(data["judge"], data["probes"])
+    for rows in tables:
         say("\n" + "\n".join(table(rows)))
     say("\n" + "\n".join(lines))
     say("Preferences and rubric are synthetic; no human took part. Intervals: 95 % over families.")
-    cells = lambda row, tag: "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
-    body = "".join(
-        f"<h2>{html.escape(title)}</h2><table><tr>{cells(rows[0], 'th')}</tr>"
-        + "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows[1:]) + "</table>"
-        for title, rows in parts)
-    write_bytes(run.folder / "report.html", (
-        "<!doctype html><html lang=en><meta charset=utf-8><title>RLHF run</title><meta "
-        "name=viewport content='width=device-width'><style>body{font:16px sans-serif;max-width:"
-        "60em;margin:2em auto;padding:0 1em;color-scheme:light dark}td,th{padding:.2em .8em;"
-        "text-align:left}table{display:block;overflow:auto}</style><h1>Does optimising a learned "
-        "score improve the real criterion?</h1>"
-        + "".join(f"<p>{html.escape(line)}</p>" for line in lines) + body).encode())
+    write_bytes(run.folder / "metrics.jsonl", jsonl_bytes(data.pop("metrics")))
+    # An answer may hold "</script>": as \u003c it is the same JSON string and ends nothing.
+    embedded = json.dumps(data).replace("<", "\\u003c")
+    template = (DATA / "report_template.html").read_text(encoding="utf-8")
+    page = template.replace("/*DATA*/null", embedded, 1)
+    write_bytes(run.folder / "report.html", page.encode())
+    say(f"see {run.folder / 'report.html'} and {run.folder / 'metrics.jsonl'}")
 
 
 # ==================================================================================================
@@ -2857,7 +3041,7 @@ def peak_memory_mb(reset: bool = False) -> int | None:
     status = Path("/proc/self/status")
     if not status.exists():
         return None
-    if reset:
+    if reset and os.access("/proc/self/clear_refs", os.W_OK):
         Path("/proc/self/clear_refs").write_text("5")
     return int(re.search(r"VmHWM:\s+(\d+)", status.read_text()).group(1)) // 1024
 
@@ -2872,6 +3056,7 @@ def run_phase(run: Run, phase: str) -> None:
     if phase in EXPECTED:
         say(f"{phase}: expect about {EXPECTED[phase][run.model == 'qwen']} on two CPU cores")
     entry = run.record["phases"].setdefault(phase, {"seconds": 0.0})
+    entry["environment"] = environment(run.device)
     run.save()
     peak_memory_mb(reset=True)
     started = time.monotonic()
