@@ -127,8 +127,8 @@ class Config:
     base_batch: int = 16            # chats an update
     base_lr: float = 2e-3
     base_prompt_weight: float = 0.1  # share of the loss on prompt tokens
-    base_relevance: float = 0.5     # where the adviser knows the trouble; elsewhere a blind guess
-    base_habit: float = 0.4         # how often a trouble's habitual certainty is used; else any
+    base_relevance: float = 0.65    # where the adviser knows the trouble; elsewhere a blind guess
+    base_habit: float = 0.5         # how often a trouble's habitual certainty is used; else any
     base_seed: int = 7              # chosen on validation prompts only, like every number here
     # SFT
     sft_updates: int = 63           # 168 demonstrations, 8 an update: 21 updates an epoch, 3 epochs
@@ -199,7 +199,9 @@ def sensible(name: str, value: int | float | str) -> bool:
     """Counts are at least 1, other numbers at least 0, and what bounds a step is above 0."""
     if name == "dtype":
         return value in ("float32", "bfloat16")
-    if name in ("clip", "grad_clip") or isinstance(value, int) and not name.endswith("seed"):
+    if isinstance(value, int):
+        return (0 if name.endswith("seed") else 1) <= value < 2**31
+    if name in ("clip", "grad_clip"):
         return 0 < value < math.inf
     return 0 <= value <= (1 if name in SHARES else sys.float_info.max)
 
@@ -307,7 +309,7 @@ class SeparationError(CourseError):
 
 CHILD_PROCESS_EVENTS = {"subprocess.Popen", "os.system", "os.exec", "os.fork", "os.forkpty",
                         "os.posix_spawn", "os.spawn", "os.startfile", "pty.spawn",
-                        "_winapi.CreateProcess"}
+                        "_winapi.CreateProcess", "rlhf.fork_exec"}
 TWO_PATH_EVENTS = {"os.rename", "os.link", "os.symlink"}   # os.replace reports os.rename
 
 
@@ -326,6 +328,11 @@ class Guard:
     def __enter__(self):
         if not Guard.hooked:
             sys.addaudithook(Guard.on_event)
+            with contextlib.suppress(ImportError):   # how multiprocessing starts a child on Unix:
+                import _posixsubprocess              # the one way that raises no event by itself
+                fork_exec = _posixsubprocess.fork_exec
+                _posixsubprocess.fork_exec = lambda *args: (sys.audit("rlhf.fork_exec"),
+                                                            fork_exec(*args))[1]
             Guard.hooked = True
         Guard.raised.append(self)
         return self
@@ -348,21 +355,23 @@ class Guard:
         """Raise if `path` (str, bytes, PathLike or file descriptor) is guarded, or holds what is.
 
         A folder above a guarded place counts: its descriptor, or a new name for it, would give
-        the files under it a spelling that no check of names can see.
+        the files under it a spelling that no check of names can see. A relative path may belong
+        to any folder that is open (os.open's dir_fd, which the event does not tell).
         """
-        if path is None:
-            return
-        try:
-            status = os.stat(path)
-        except (OSError, ValueError):
-            status = None
-        real = "" if isinstance(path, int) else os.path.realpath(os.fsdecode(path))
-        guarded = status is not None and (status.st_dev, status.st_ino) in self.identities
-        for place in self.places if real else ():
-            guarded |= real == place or real.startswith(place + os.sep)
-            guarded |= place.startswith(real.rstrip(os.sep) + os.sep)
-        if guarded:
-            raise SeparationError(f"{self.why} must not open {real or path}: it is held out")
+        spellings = [path] if isinstance(path, int) else [os.fsdecode(path)] if path else []
+        if spellings and not isinstance(path, int) and not os.path.isabs(spellings[0]) \
+                and os.path.isdir("/dev/fd"):
+            spellings += [f"/dev/fd/{n}/{spellings[0]}" for n in os.listdir("/dev/fd")]
+        for spelling in spellings:
+            real = "" if isinstance(spelling, int) else os.path.realpath(spelling)
+            guarded = any(real == place or real.startswith(place + os.sep)
+                          or place.startswith(real.rstrip(os.sep) + os.sep)
+                          for place in self.places if real)
+            with contextlib.suppress(OSError, ValueError):     # no such file: nothing to betray
+                status = os.stat(spelling)
+                guarded |= (status.st_dev, status.st_ino) in self.identities
+            if guarded:
+                raise SeparationError(f"{self.why} must not open {real or path}: it is held out")
 
 
 def read_native(reader, path: Path, *args, **kwargs):
@@ -939,7 +948,12 @@ class Tokens:
                               f"({PINNED_BYTES['tokenizer.json']} bytes); take it from "
                               f"{PINNED_ADDRESS}tokenizer.json")
         self.tokenizer = read_native(lambda p: tokenizers.Tokenizer.from_file(str(p)), path)
-        self.tokenizer.encode_special_tokens = True   # "<|im_end|>" typed by a user stays text
+        # "<|im_end|>" typed by a user stays text. So do "<tool_call>" and seven more control tokens
+        # that the file itself does not flag as special.
+        self.tokenizer.encode_special_tokens = True
+        self.tokenizer.add_special_tokens([
+            tokenizers.AddedToken(token.content, special=True, normalized=False)
+            for token in self.tokenizer.get_added_tokens_decoder().values()])
         self.tokenizer.no_truncation()                # whatever is stored in the file
         self.tokenizer.no_padding()
 
@@ -1269,6 +1283,9 @@ class OutputColumns:
         self.slot = torch.where(live, live.cumsum(0) - 1, -1)      # [V] column of an id, or -1
         self.first_dead = int((~live).int().argmax()) if self.dead else -1
         self.dead_before = self.ids - torch.arange(len(self.ids), device=weight.device)  # [L]
+        # How many dead ids lie directly before each live id, and after the last one.
+        self.gap = self.dead_before.diff(prepend=self.ids.new_zeros(1),
+                                         append=self.ids.new_full((1,), self.dead))  # [L + 1]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., H] -> FP32 [..., L]."""
@@ -1317,8 +1334,9 @@ class OutputColumns:
             begin = torch.where(column < cdf.shape[-1],
                                 cdf.gather(-1, inside) - probability.gather(-1, inside), total)
             end = torch.where(column < cdf.shape[-1], ids, len(self.slot))
-            back = ((begin - target) / dead).ceil().long()
-            ids = torch.where(target < begin, end - back.clamp(min=1), ids)
+            back = ((begin - target) / dead).ceil().long().clamp(min=1)
+            # Rounding must not lead out of the gap: a uniform of exactly 0 would give id -1.
+            ids = torch.where(target < begin, end - back.minimum(self.gap[column]), ids)
         return ids.squeeze(-1)
 
 
@@ -1513,6 +1531,12 @@ class Training:
 
     def restore(self, state: dict, source: Path) -> None:
         """Take over a saved state, after checking that it belongs to exactly these roles."""
+        for key, mine in self.state().items():
+            inside = mine if isinstance(mine, dict) else ()
+            lost = [key] if key not in state else [n for n in inside if n not in state[key]]
+            if lost:
+                raise CourseError(f"{source}: {lost[0]} is missing in {key}" if inside else
+                                  f"{source}: {key} is missing")
         for key, mine in (("phase", self.phase), ("total", self.total),
                           ("frozen_identity", self.frozen)):
             if state[key] != mine:
@@ -1565,7 +1589,8 @@ def load_state(path: Path) -> dict:
     try:
         data = io.BytesIO(gzip.decompress(path.read_bytes()))
         return torch.load(data, weights_only=True)
-    except (EOFError, gzip.BadGzipFile, zlib.error, pickle.UnpicklingError, RuntimeError) as error:
+    except (EOFError, gzip.BadGzipFile, zlib.error, pickle.UnpicklingError, RuntimeError,
+            ValueError, LookupError) as error:      # all that a damaged pickle was seen to raise
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CourseError(f"{path} is no state of this program or is damaged ({reason}); delete it "
                           "to start that phase again") from None
@@ -1718,7 +1743,10 @@ def make_base_training(run: Run, cfg):
         if parameter.dim() == 2:
             nn.init.normal_(parameter, std=0.05, generator=generator)
         else:
-            nn.init.constant_(parameter, float(name.endswith("norm.weight")))
+            # Biases 0, norms 1; the last norm 3, so that the logits of the live columns soon rise
+            # well above those of the 151,000 dead ones, which stay at 0.
+            nn.init.constant_(parameter, 3.0 if name == "model.norm.weight"
+                              else float(name.endswith("norm.weight")))
     role = Role("base", model)
     role.output.dead = TINY.vocab_size - len(used)
     training = Training("base", cfg, cfg.base_updates, {"base": role},
@@ -2933,6 +2961,9 @@ def weights_record(path: Path, known: dict | None, pinned: bool) -> dict:
         raise CourseError(f"{path} has {status.st_size} bytes, the pinned weights have "
                           f"{PINNED_BYTES['model.safetensors']}; {remedy}")
     if not known or any(known[key] != value for key, value in facts.items()):
+        if not pinned:   # names and shapes, by the header; no weight is read
+            read_native(load_qwen2, path, Qwen2Config.from_json(HERE / "config.json"),
+                        device="meta")
         known = facts | {"sha256": sha256_file(path)}
     if pinned and known["sha256"] != PINNED_SHA256["model.safetensors"]:
         raise CourseError(f"{path} has sha256 {known['sha256']}, the pinned weights have "
