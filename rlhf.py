@@ -129,7 +129,7 @@ class Config:
     base_prompt_weight: float = 0.1  # share of the loss on prompt tokens
     base_relevance: float = 0.65    # where the adviser knows the trouble; elsewhere a blind guess
     base_habit: float = 0.5         # how often a trouble's habitual certainty is used; else any
-    base_seed: int = 7              # chosen on validation prompts only, like every number here
+    base_seed: int = 4              # chosen on validation prompts only, like every number here
     # SFT
     sft_updates: int = 63           # 168 demonstrations, 8 an update: 21 updates an epoch, 3 epochs
     sft_batch: int = 8              # demonstrations an update
@@ -403,7 +403,7 @@ def answers_guard(run: Run) -> Guard:
     return Guard("answering held-out prompts",
                  [path for name in names for path in DATA.rglob(name)]
                  + [path for pattern in ("history.json", "state*.pt.gz", "rollouts")
-                    for path in run.folder.rglob(pattern)])
+                    for root in (run.folder, HERE / "out") for path in root.rglob(pattern)])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -510,7 +510,9 @@ class Run:
     def save(self) -> None:
         write_json(self.folder / "run.json", {
             "model": self.model, "corpus": self.corpus, "note": self.note(),
-            "config": dataclasses.asdict(self.config), "code": self.code,
+            "config": dataclasses.asdict(self.config), "digests": {
+                "code": self.code, "tokenizer.json": PINNED_SHA256["tokenizer.json"],
+                "base": self.done("base")["weights_sha256"] if self.is_done("base") else None},
             "environment": environment(self.device), **self.record})
 
     def settings(self, phase: str) -> SimpleNamespace:
@@ -1842,7 +1844,8 @@ def make_sft(run: Run) -> dict:
     chosen = tokenize(run, cfg, held_back, "chosen")
     role = run.role("actor", cfg, trainable=True)
     training = Training("sft", cfg, cfg.sft_updates, {"actor": role},
-                        {"actor": (cfg.sft_updates, cfg.sft_lr)}, {"updates": [], "validation": []})
+                        {"actor": (cfg.sft_updates, cfg.sft_lr)},
+                        {"before": {}, "updates": [], "validation": []})
     validate_at, an_epoch, keep_at = epoch_ends(len(examples), cfg.sft_batch, cfg.sft_updates)
 
     def step(training: Training) -> None:
@@ -1889,14 +1892,13 @@ def phase_sft(run: Run) -> None:
         parts = make_sft(run)
         training = parts["training"]
         if start_or_resume(run, training):
-            training.history["validation"].append(parts["validate"](training))
+            training.history["before"] = parts["validate"](training)
         train(run, **parts)
         training.check_identities()
-        for entry in training.history["validation"]:
-            if "greedy_rubric_success" in entry:
-                say(f"     sft validation after {entry['update']} updates: greedy rubric success "
-                    f"{entry['greedy_rubric_success']:.1%}, log-probability a token of chosen "
-                    f"answers {entry['mean_chosen_token_logprob']:.3f}")
+        for entry in (training.history["before"], training.history["validation"][-1]):
+            say(f"     sft validation after {entry['update']} updates: greedy rubric success "
+                f"{entry['greedy_rubric_success']:.1%}, log-probability a token of chosen answers "
+                f"{entry['mean_chosen_token_logprob']:.3f}")
         finish_learning(run, training, {"actor": run.path("sft")})
 
 
@@ -2284,7 +2286,7 @@ def rollout_verdict(record: dict) -> dict:
 
 
 def make_ppo(run: Run, write=None) -> dict:
-    """The four roles and the parts for `train`. write(number, rollouts) may store an iteration."""
+    """The four roles and the parts for `train`. write(rollouts) may store an iteration."""
     cfg, tokens = run.settings("ppo"), run.tokens
     prompts = [(row["id"], tokens.prompt(row["prompt"], cfg.max_prompt))
                for row in run.rows("train/prompts.jsonl")]
@@ -2302,9 +2304,8 @@ def make_ppo(run: Run, write=None) -> dict:
     def step(training: Training) -> None:
         latest[:] = ppo_iteration(training, prompts, tokens)
         if write:
-            write(training.next + 1, {"iteration": training.next + 1,
-                                      "policy": training.history["iterations"][-1]["policy"],
-                                      "responses": latest})
+            write({"iteration": training.next + 1, "note": run.note(), "responses": latest,
+                   "policy": training.history["iterations"][-1]["policy"]})
 
     def sample() -> str:
         """One answer for the reader's eyes."""
@@ -2335,8 +2336,8 @@ def phase_ppo(run: Run) -> None:
     """100 iterations: 400 responses, 200 actor and 200 critic updates."""
     folder = run.path("ppo")
     with held_out_guard(run, "ppo"):
-        parts = make_ppo(run, lambda number, rollouts: write_json(
-            folder / "rollouts" / f"{number:04d}.json", rollouts))
+        parts = make_ppo(run, lambda rollouts: write_json(
+            folder / "rollouts" / f"{rollouts['iteration']:04d}.json", rollouts))
         training = parts["training"]
         start_or_resume(run, training)
         train(run, **parts)
@@ -2590,7 +2591,7 @@ def phase_evaluate(run: Run) -> None:
                 action = expected[row["id"]]["expected_action"]
                 row |= {"expected_action": action, "adapter_sha256": own, "corpus": run.corpus,
                         **evaluate_response(row["text"], row["finish_reason"], action),
-                        "identity": fingerprint}
+                        "note": run.note(), "identity": fingerprint}
             write_bytes(path, jsonl_bytes(rows))
             say(f"  {name:4s}: 260 answers, {sum(r['rubric_success'] for r in rows[:180])} of 180 "
                 f"test answers pass the rubric")
@@ -2854,9 +2855,11 @@ def report_data(run: Run) -> dict:
                     **{f"{phase}/{name}": digest for phase, entry in done.items()
                        for name, digest in entry["files"].items()
                        if phase != "base" and name.endswith(".safetensors")}},
-        "learning": {phase: {key: [scalars(e) for e in histories[phase][key]]
-                             for key in ("updates", "validation")} if histories[phase] else None
-                     for phase in ("sft", "reward")},
+        "learning": {phase: history and {
+            "updates": [scalars(e) for e in history["updates"]],
+            "validation": [scalars(e) for e in (history.get("before"), *history["validation"])
+                           if e]} for phase, history in histories.items()
+            if phase in ("sft", "reward")},
         "iterations": curve, "credit": credit_examples(run, rollouts, entries),
         "results": read("evaluate", "results.json"),
         "judge": judged and {key: value for key, value in judged.items() if key != "scores"},
@@ -3134,7 +3137,7 @@ def execute(args) -> None:
     run = open_run(args)
     with run_lock(run.folder):
         run.stop.install()
-        say(f"folder {run.folder}, corpus {run.corpus}, {run.config.dtype} on "
+        say(f"{run.note()}\nfolder {run.folder}, corpus {run.corpus}, {run.config.dtype} on "
             + ", ".join(f"{k} {v}" for k, v in environment(run.device).items()))
         if args.phase == "ask":
             for needed in ("sft", "reward", "ppo"):
