@@ -433,7 +433,7 @@ class StopRequest:
         self.requested = number
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        say("stopping after what is in hand (once more: at once)")
+        os.write(2, b"stopping after what is in hand (once more: at once)\n")  # print may be busy
 
     def check(self, where: str) -> None:
         if self.requested:
@@ -1640,13 +1640,14 @@ def train(run: Run, training: Training, step, describe, save_every: int = 0, kee
         if training.next in validate_at:
             training.history["validation"].append(validate(training))
         done, last = training.next, training.next == training.total
-        if save_every and (done % save_every == 0 or last or run.stop.requested):
+        stopping = run.stop.requested      # asked once: a later signal belongs to the next update
+        if save_every and (done % save_every == 0 or last or stopping):
             save_state(folder / "state.pt.gz", run.sealed(training))
         if done % run.config.log_every == 0 or last:
             progress.line(done, describe(training))
             if sample and done % (5 * run.config.log_every) == 0:
                 say(sample())
-        if not last:
+        if stopping and not last:
             run.stop.check(f"{training.phase} after {done} of {training.total}")
 
 
@@ -1871,8 +1872,11 @@ def make_sft(run: Run) -> dict:
         result = {"epoch": math.ceil(training.next / an_epoch), "update": training.next,
                   "chosen_logprobs": sums, "mean_chosen_token_logprob": sum(sums) / sum(counts)}
         if training.next in (0, training.total):
-            answers = [answer for group in groups(chosen, cfg.eval_batch)
-                       for answer in generate(role, [p for p, _ in group], cfg.max_response)]
+            labels = [f"sft validation, prompt of {row['id']}" for row in held_back]
+            answers = [answer for group, names in zip(groups(chosen, cfg.eval_batch),
+                                                      groups(labels, cfg.eval_batch))
+                       for answer in generate(role, [prompt for prompt, _ in group],
+                                              cfg.max_response, labels=names)]
             verdicts = [evaluate_response(run.tokens.decode(a.ids), a.finish_reason,
                                           family_action(row["family"]))
                         for a, row in zip(answers, held_back)]
@@ -1904,8 +1908,9 @@ def phase_sft(run: Run) -> None:
 
 def finish_learning(run: Run, training: Training, folders: dict[str, Path]) -> None:
     """Write adapters, heads and history, then done.json."""
-    base = PINNED_REPOSITORY if run.model == "qwen" else "../base"
     for name, folder in folders.items():
+        base = PINNED_REPOSITORY if run.model == "qwen" else \
+            Path(os.path.relpath(run.path("base"), folder)).as_posix()
         save_adapter(training.roles[name], folder, training.cfg.lora_rank, training.cfg.lora_alpha,
                      base)
     write_json(run.path(training.phase) / "history.json",
@@ -2385,6 +2390,8 @@ def phase_resume(run: Run) -> None:
             continue
         proof = prove_resume(run, phase)
         write_json(path, proof)
+        for caveat in proof["caveats"]:
+            say(f"WARNING: resume {phase}: {caveat}: no claim about a run without that")
         resumed = proof["main_run_was_itself_resumed_at"]
         say(f"  resume {phase}: {proof['status']}, {proof['from']} to {proof['to']}, "
             f"{proof['entries_compared']} entries equal to the last bit"
@@ -2674,7 +2681,7 @@ def percent(share: float | None, interval: list[float] | None = None) -> str:
 
 def result_table(results: dict) -> list[list[str]]:
     rows = [["answers of", "rubric success, test", "unjustified certainty", "success, 20 probes",
-             "judge score", "log-ratio", "tokens"]]
+             "judge score", "log-ratio", "tokens", "EOS"]]
     for name, populations in results.items():
         test, probes = populations["test"], populations["probe_contexts"]
         rows.append([name, percent(test["rubric_success_rate"], test["rubric_success_rate_ci"]),
@@ -2683,7 +2690,8 @@ def result_table(results: dict) -> list[list[str]]:
                      percent(probes["rubric_success_rate"], probes["rubric_success_rate_ci"]),
                      f"{test['mean_learned_reward']:+.2f}",
                      f"{test['mean_sampled_actor_reference_logratio']:+.3f}",
-                     f"{test['mean_response_tokens']:.1f}"])
+                     f"{test['mean_response_tokens']:.1f}",
+                     percent(1 - test["without_eos_rate"])])
     return rows
 
 
@@ -2906,7 +2914,8 @@ def phase_ask(run: Run, question: str) -> None:
             score = judge(reward, collate([prompt], [answer.ids], device=run.device)).item()
         text = tokens.decode(answer.ids)
         action, certainty, polite = GRAMMAR.get(text, (None, None, None))
-        known = "the rubric does not know this answer" if action is None else \
+        known = "a declared refusal" if text in REFUSALS else \
+            "the rubric does not know this answer" if action is None else \
             f"action {action}, {('plain', 'hedged', 'UNJUSTIFIED certainty')[certainty]}" + \
             (", polite" if polite else "")
         say(f"{name:4s} {score:+7.2f}  {text!r} ({answer.finish_reason}; {known})")
@@ -3133,14 +3142,14 @@ def command_line() -> argparse.ArgumentParser:
 def execute(args) -> None:
     if (args.prompt is None) == (args.phase == "ask"):
         raise UsageError("--prompt TEXT goes with --phase ask, and --phase ask needs it")
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")
     run = open_run(args)
     with run_lock(run.folder):
         run.stop.install()
         say(f"{run.note()}\nfolder {run.folder}, corpus {run.corpus}, {run.config.dtype} on "
             + ", ".join(f"{k} {v}" for k, v in environment(run.device).items()))
         if args.phase == "ask":
-            for needed in ("sft", "reward", "ppo"):
+            for needed in ("base", "sft", "reward", "ppo"):
                 run.done(needed)
             return phase_ask(run, args.prompt)
         phases = PHASES if args.phase == "all" else (args.phase,)
