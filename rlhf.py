@@ -134,6 +134,7 @@ class Config:
     sft_updates: int = 63           # 168 demonstrations, 8 an update: 21 updates an epoch, 3 epochs
     sft_batch: int = 8              # demonstrations an update
     sft_lr: float = 2e-5            # peak
+    sft_answers: int = 36           # validation prompts answered before and after, reported only
     # Reward model
     reward_updates: int = 210       # 840 pairs, 8 an update: 105 updates an epoch, 2 epochs
     reward_batch: int = 8           # pairs an update
@@ -172,8 +173,8 @@ class Config:
 
 MODEL_DEFAULTS = {
     "qwen": {},
-    "tiny": {"sft_lr": 1e-3, "reward_lr": 5e-4, "ppo_actor_lr": 1e-4, "ppo_critic_lr": 2e-3,
-             "dtype": "float32"}}
+    "tiny": {"sft_lr": 1e-3, "sft_answers": 180, "reward_lr": 5e-4, "ppo_actor_lr": 1e-4,
+             "ppo_critic_lr": 2e-3, "dtype": "float32"}}
 SHARED_FIELDS = ("seed", "dtype", "lora_rank", "lora_alpha", "max_prompt", "max_response",
                  "weight_decay", "warmup_ratio", "min_lr_ratio", "grad_clip", "micro_batch")
 # What a phase may read. It is handed nothing else, so its identity (section 8) cannot miss a field.
@@ -182,7 +183,7 @@ PHASE_FIELDS = {
     "base": ("base_updates", "base_batch", "base_lr", "base_prompt_weight", "base_relevance",
              "base_habit", "base_seed", "max_prompt", "max_response", "weight_decay",
              "warmup_ratio", "min_lr_ratio", "grad_clip"),
-    "sft": ("sft_updates", "sft_batch", "sft_lr", "eval_batch", *SHARED_FIELDS),
+    "sft": ("sft_updates", "sft_batch", "sft_lr", "sft_answers", "eval_batch", *SHARED_FIELDS),
     "reward": ("reward_updates", "reward_batch", "reward_lr", *SHARED_FIELDS),
     "ppo": ("ppo_iterations", "ppo_prompts", "ppo_epochs", "ppo_actor_lr", "ppo_critic_lr",
             "ppo_save_every", "clip", "kl_coef", "value_coef", "gamma", "lam",
@@ -1872,14 +1873,13 @@ def make_sft(run: Run) -> dict:
         result = {"epoch": math.ceil(training.next / an_epoch), "update": training.next,
                   "chosen_logprobs": sums, "mean_chosen_token_logprob": sum(sums) / sum(counts)}
         if training.next in (0, training.total):
-            labels = [f"sft validation, prompt of {row['id']}" for row in held_back]
-            answers = [answer for group, names in zip(groups(chosen, cfg.eval_batch),
-                                                      groups(labels, cfg.eval_batch))
-                       for answer in generate(role, [prompt for prompt, _ in group],
-                                              cfg.max_response, labels=names)]
-            verdicts = [evaluate_response(run.tokens.decode(a.ids), a.finish_reason,
+            asked = list(zip(chosen, held_back))[::max(1, len(chosen) // cfg.sft_answers)]
+            answers = [answer for group in groups(asked, cfg.eval_batch) for answer in generate(
+                role, [prompt for (prompt, _), _ in group], cfg.max_response,
+                labels=[f"sft validation, prompt of {row['id']}" for _, row in group])]
+            verdicts = [evaluate_response(run.tokens.decode(answer.ids), answer.finish_reason,
                                           family_action(row["family"]))
-                        for a, row in zip(answers, held_back)]
+                        for answer, (_, row) in zip(answers, asked)]
             reasons = collections.Counter(verdict["reason"] for verdict in verdicts)
             result |= {"greedy_rubric_success": reasons["success"] / len(verdicts),
                        "greedy_reasons": dict(reasons)}
