@@ -8,9 +8,9 @@
 A small chat model is shown what a good answer looks like (SFT). A second one, the judge, learns a
 score from pairs of a better and a worse answer (Bradley-Terry). PPO then changes the first model
 so that the judge likes its answers. In the end every answer is judged twice: by the judge, and by
-a rubric that the training never sees. Where the two part, the policy found a shortcut.
+a rubric that no loss and no reward contains. Where the two part, the policy found a shortcut.
 
-    python rlhf.py --phase all                       the whole course, minutes on two CPU cores
+    python rlhf.py --phase all                       the whole course; tiny model: 3 minutes
     python rlhf.py --phase ppo                       one phase; finished phases are not repeated
     python rlhf.py --phase all --corpus v2           the same on the repaired corpus
     python rlhf.py --phase all --weights FILE        the same at the size of Qwen2.5-0.5B
@@ -34,9 +34,17 @@ Sources: PPO (Schulman et al. 2017, arXiv 1707.06347), GAE (Schulman et al. 2016
 InstructGPT (Ouyang et al. 2022, 2203.02155), LoRA (Hu et al. 2021, 2106.09685), Bradley and Terry
 (Biometrika 39, 1952), DPO (Rafailov et al. 2023, 2305.18290).
 
-Legend of shapes, used everywhere:
-  B responses (rows of a batch)    P prompt tokens, padded on the left    T = P + R
-  R response tokens, padded right  V vocabulary   L its live columns      H width of the model
+Words: RLHF reinforcement learning from human feedback (here simulated), SFT supervised
+fine-tuning, PPO proximal policy optimisation, GAE generalised advantage estimation, LoRA low-rank
+adaptation, DPO direct preference optimisation, EOS end of sequence, KL Kullback-Leibler
+divergence; whitening scales advantages to mean 0 and variance 1.
+
+Legend, used everywhere:
+  B responses (rows of a batch)      P prompt tokens, padded on the left    T = P + R
+  R response tokens, padded right    N response tokens of a batch in a row  b rows not yet finished
+  V vocabulary   L its live columns  H width of the model
+  old_logp  of the actor that sampled     ref_logp  of the reference     logp  of the actor now
+  ratio = exp(logp - old_logp)            mask  True at response tokens  returns  critic's target
 """
 from __future__ import annotations
 
@@ -121,20 +129,20 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class Config:
-    """Every number of the course. Defaults are the contract's; MODEL_DEFAULTS says what differs."""
+    """Every number of the course, for Qwen2.5-0.5B; MODEL_DEFAULTS says what differs for tiny."""
     # The embedded tiny base: pretrained here on synthetic chats, so that it is a mediocre adviser
     base_updates: int = 300
     base_batch: int = 16            # chats an update
     base_lr: float = 2e-3
-    base_prompt_weight: float = 0.1  # share of the loss on prompt tokens
-    base_relevance: float = 0.65    # where the adviser knows the trouble; elsewhere a blind guess
+    base_prompt_weight: float = 0.1  # of the prompt tokens' mean loss, beside the answers' 1
+    base_relevance: float = 0.65    # chance to use what it knows (20 of 30 troubles), else a guess
     base_habit: float = 0.5         # how often a trouble's habitual certainty is used; else any
     base_seed: int = 4              # chosen on validation prompts only, like every number here
     # SFT
     sft_updates: int = 63           # 168 demonstrations, 8 an update: 21 updates an epoch, 3 epochs
     sft_batch: int = 8              # demonstrations an update
     sft_lr: float = 2e-5            # peak
-    sft_answers: int = 36           # validation prompts answered before and after, reported only
+    sft_answers: int = 36           # validation prompts answered before and after, about as many
     # Reward model
     reward_updates: int = 210       # 840 pairs, 8 an update: 105 updates an epoch, 2 epochs
     reward_batch: int = 8           # pairs an update
@@ -146,7 +154,7 @@ class Config:
     ppo_actor_lr: float = 5e-6
     ppo_critic_lr: float = 1e-5
     ppo_save_every: int = 10        # iterations between saves
-    clip: float = 0.2               # the ratio's leash: 0.8 to 1.2
+    clip: float = 0.2               # a ratio beyond 0.8 to 1.2 earns nothing more
     kl_coef: float = 0.02           # price of one nat of log-ratio to the reference
     value_coef: float = 0.5
     gamma: float = 1.0              # discount
@@ -157,7 +165,7 @@ class Config:
     warmup_ratio: float = 0.1       # share of the updates in which the rate climbs to its peak
     min_lr_ratio: float = 0.1       # what is left of the peak at the last update
     grad_clip: float = 1.0          # largest norm of a gradient
-    micro_batch: int = 16           # sequences a forward; the gradient does not depend on it
+    micro_batch: int = 16           # sequences a forward in SFT and reward model: memory, not math
     lora_rank: int = 8
     lora_alpha: int = 16
     seed: int = 49                  # of a phase; +1 judge's adapters, +100 order, +200 sampling
@@ -176,15 +184,17 @@ MODEL_DEFAULTS = {
     "tiny": {"sft_lr": 1e-3, "sft_answers": 180, "reward_lr": 5e-4, "ppo_actor_lr": 1e-4,
              "ppo_critic_lr": 2e-3, "dtype": "float32"}}
 SHARED_FIELDS = ("seed", "dtype", "lora_rank", "lora_alpha", "max_prompt", "max_response",
-                 "weight_decay", "warmup_ratio", "min_lr_ratio", "grad_clip", "micro_batch")
-# What a phase may read. It is handed nothing else, so its identity (section 8) cannot miss a field.
+                 "weight_decay", "warmup_ratio", "min_lr_ratio", "grad_clip")
+# What a learning or judging phase may read: it is handed a view with these fields only, so that its
+# identity (Run.identity, section 8) can't miss one. log_every changes only what is printed.
 PHASE_FIELDS = {
     "data": (),
     "base": ("base_updates", "base_batch", "base_lr", "base_prompt_weight", "base_relevance",
              "base_habit", "base_seed", "max_prompt", "max_response", "weight_decay",
              "warmup_ratio", "min_lr_ratio", "grad_clip"),
-    "sft": ("sft_updates", "sft_batch", "sft_lr", "sft_answers", "eval_batch", *SHARED_FIELDS),
-    "reward": ("reward_updates", "reward_batch", "reward_lr", *SHARED_FIELDS),
+    "sft": ("sft_updates", "sft_batch", "sft_lr", "sft_answers", "micro_batch", "eval_batch",
+            *SHARED_FIELDS),
+    "reward": ("reward_updates", "reward_batch", "reward_lr", "micro_batch", *SHARED_FIELDS),
     "ppo": ("ppo_iterations", "ppo_prompts", "ppo_epochs", "ppo_actor_lr", "ppo_critic_lr",
             "ppo_save_every", "clip", "kl_coef", "value_coef", "gamma", "lam",
             "truncation_penalty", *SHARED_FIELDS),
@@ -277,6 +287,14 @@ def jsonl_bytes(rows: list[dict]) -> bytes:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
 
 
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def clock(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
+
+
 def mean(numbers: list[float]) -> float:
     return sum(numbers) / len(numbers)
 
@@ -303,6 +321,7 @@ def read_jsonl(path: Path) -> list[dict]:
 # reports every open to an audit hook; while a guard is up, the hook refuses the guarded files in
 # any spelling: relative, through a link, by os.open, Path or NumPy. Child processes are refused
 # as well, since the hook would not see what they open. (A guard against mistakes, not malice.)
+# The mistake: trusting that nobody opens the test set.
 
 class SeparationError(CourseError):
     """A phase tried to open a file that it must not know."""
@@ -392,7 +411,7 @@ def read_native(reader, path: Path, *args, **kwargs):
 
 def held_out_guard(run: Run, phase: str) -> Guard:
     """For a learning phase: nothing held out, whichever corpus; no child process."""
-    run.identity(phase)     # verifies the corpus, held-out files too, before the guard rises
+    run.identity(phase)     # verifies the corpus, held-out files too (base reads none of it)
     return Guard(f"phase {phase}", [root / part for root in (DATA, DATA / "v2")
                                     for part in ("test", "probes")]
                  + [run.folder / "evaluation", run.folder / "probes"], children=False)
@@ -407,223 +426,6 @@ def answers_guard(run: Run) -> Guard:
                     for root in (run.folder, HERE / "out") for path in root.rglob(pattern)])
 
 
-# --------------------------------------------------------------------------------------------------
-# A run folder: what it is, what is finished, and how to stop
-# --------------------------------------------------------------------------------------------------
-
-def say(text: str) -> None:
-    print(text, flush=True)
-
-
-def clock(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
-
-
-class StopRequest:
-    """The first Ctrl-C or SIGTERM asks for an end at the next boundary; a second one is obeyed at
-    once."""
-
-    def __init__(self):
-        self.requested = 0
-
-    def install(self) -> None:
-        signal.signal(signal.SIGINT, self.on_signal)
-        signal.signal(signal.SIGTERM, self.on_signal)
-
-    def on_signal(self, number, _frame) -> None:
-        self.requested = number
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.write(2, b"stopping after what is in hand (once more: at once)\n")  # print may be busy
-
-    def check(self, where: str) -> None:
-        if self.requested:
-            raise Stopped(f"stopped {where}; the same command goes on from there", self.requested)
-
-
-def code_identity() -> str:
-    """Digest of both files' syntax trees without docstrings: comments and prose do not count.
-
-    Empty fields are dropped, since Python versions differ in whether they dump them.
-    """
-    digest = hashlib.sha256()
-    for name in ("rlhf.py", "qwen.py"):
-        tree = ast.parse((HERE / name).read_text(encoding="utf-8"))
-        for node in list(ast.walk(tree)):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) \
-                    and ast.get_docstring(node, clean=False) is not None:
-                node.body = node.body[1:]
-            for key, value in list(ast.iter_fields(node)):
-                if value is None or value == []:
-                    delattr(node, key)
-        digest.update(ast.dump(tree).encode())
-    return digest.hexdigest()
-
-
-PHASE_FOLDERS = {phase: phase for phase in PHASES} | {"evaluate": "evaluation"}
-PHASE_DATA = {
-    "sft": ("train/demonstrations.jsonl", "validation/preferences.jsonl"),
-    "reward": ("train/preferences.jsonl", "validation/preferences.jsonl"),
-    "ppo": ("train/prompts.jsonl",),
-    "evaluate": ("test/prompts.jsonl", "test/labels.jsonl", "probes/prompts.jsonl",
-                 "probes/labels.jsonl"),
-    "probes": ("probes/labels.jsonl",)}
-PHASE_NEEDS = {"sft": ("base",), "reward": ("base",), "ppo": ("sft", "reward"),
-               "resume": ("sft", "reward", "ppo"), "evaluate": ("sft", "reward", "ppo"),
-               "probes": ("reward",)}
-
-
-class Run:
-    """One run folder: model, corpus, config, and which phases are finished.
-
-    run.json holds what the folder is. A phase is finished when its done.json, written last, lists
-    the digests of its files; nothing finished is repeated or overwritten.
-    """
-
-    def __init__(self, folder: Path, model: str, corpus: str, config: Config, device: torch.device,
-                 record: dict, accept_changed_code: bool = False):
-        self.folder, self.model, self.corpus, self.config = folder, model, corpus, config
-        self.device, self.record, self.accept_changed_code = device, record, accept_changed_code
-        self.stop, self.code = StopRequest(), code_identity()
-        self.verified: dict[str, dict] = {}      # done.json of the phases whose files were checked
-        self.identities: dict[str, dict] = {}
-
-    @functools.cached_property
-    def tokens(self) -> Tokens:
-        return Tokens()
-
-    @property
-    def base_file(self) -> Path:
-        if self.model == "tiny":
-            return self.folder / "base" / "model.safetensors"
-        return Path(self.record["weights"]["path"])
-
-    def note(self) -> str:
-        """What every table of results must say about the model it speaks of."""
-        if self.model == "tiny":
-            return ("tiny model, pretrained on the task's own language: it illustrates the "
-                    "mechanism and says nothing about the pinned model")
-        digest = self.record["weights"]["sha256"]
-        if digest != PINNED_SHA256["model.safetensors"]:
-            return f"NOT the pinned model: {self.base_file}, sha256 {digest[:12]}"
-        return f"{PINNED_REPOSITORY} at {PINNED_COMMIT[:12]}"
-
-    def save(self) -> None:
-        write_json(self.folder / "run.json", {
-            "model": self.model, "corpus": self.corpus, "note": self.note(),
-            "config": dataclasses.asdict(self.config), "digests": {
-                "code": self.code, "tokenizer.json": PINNED_SHA256["tokenizer.json"],
-                "base": self.done("base")["weights_sha256"] if self.is_done("base") else None},
-            "environment": environment(self.device), **self.record})
-
-    def settings(self, phase: str) -> SimpleNamespace:
-        """The config fields that `phase` may read, and no other."""
-        return SimpleNamespace(**{n: getattr(self.config, n) for n in PHASE_FIELDS[phase]})
-
-    # -- finished phases ---------------------------------------------------------------------------
-    def path(self, phase: str) -> Path:
-        return self.folder / PHASE_FOLDERS[phase]
-
-    def is_done(self, phase: str) -> bool:
-        return (self.path(phase) / "done.json").is_file()
-
-    def done(self, phase: str) -> dict:
-        """done.json of a finished phase, after checking its files against it (once a call)."""
-        if not self.is_done(phase):
-            raise CourseError(f"phase {phase} is not finished in {self.folder}; first run "
-                              f"--phase {phase}")
-        if phase not in self.verified:
-            done = read_json(self.path(phase) / "done.json")
-            for name, digest in done["files"].items():
-                path = self.path(phase) / name
-                if not path.is_file() or sha256_file(path) != digest:
-                    raise CourseError(f"{path} is missing or was changed after phase {phase} had "
-                                      f"finished; restore it, or delete {self.path(phase)} and "
-                                      "run the phase again")
-            self.verified[phase] = done
-        return self.verified[phase]
-
-    def finish(self, phase: str, identity: dict, **extra) -> None:
-        folder = self.path(phase)
-        files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != "done.json")
-        write_json(folder / "done.json", {
-            "phase": phase, "note": self.note(), "identity": identity, **extra,
-            "files": {p.relative_to(folder).as_posix(): sha256_file(p) for p in files}})
-
-    # -- identity ----------------------------------------------------------------------------------
-    def identity(self, phase: str) -> dict[str, object]:
-        """What a phase is: the config fields it reads, digests of its inputs, the code."""
-        if phase in self.identities:
-            return self.identities[phase]
-        inputs = {"tokenizer.json": PINNED_SHA256["tokenizer.json"]}
-        if phase == "base" and self.model == "qwen":
-            inputs["weights"] = self.record["weights"]["sha256"]
-        if phase != "base":
-            inputs["base"] = self.done("base")["weights_sha256"]
-            digests = verify_corpus(self.corpus)
-            inputs |= {f"corpus {self.corpus}: {p}": digests[p] for p in PHASE_DATA.get(phase, ())}
-            inputs |= {f"{earlier}/{name}": digest for earlier in PHASE_NEEDS[phase]
-                       if earlier != "base" for name, digest in self.done(earlier)["files"].items()
-                       if name.endswith(".safetensors")}
-        self.identities[phase] = {**vars(self.settings(phase)), **inputs, "code": self.code}
-        return self.identities[phase]
-
-    def check_identity(self, found: dict, phase: str, source: Path) -> list[str]:
-        """Refuse another identity, naming the first field that differs. Returns the caveats."""
-        expected, caveats = self.identity(phase), []
-        for key in sorted({*found, *expected}):
-            if found.get(key) == expected.get(key):
-                continue
-            if key == "code" and self.accept_changed_code:
-                caveats.append("the code changed in between (--accept-changed-code)")
-                continue
-            remedy = "--accept-changed-code goes on all the same, and claims no exactness" \
-                if key == "code" else "use another folder (--out)"
-            raise CourseError(f"{source} belongs to another run: {key} is {found.get(key)!r} "
-                              f"there and {expected.get(key)!r} here; {remedy}")
-        return caveats
-
-    def sealed(self, training: Training) -> dict:
-        """A phase's state with the identity that it belongs to."""
-        return {**training.state(), "identity": self.identity(training.phase)}
-
-    # -- what phases load --------------------------------------------------------------------------
-    def load_base(self, dtype: str) -> Qwen2:
-        folder = HERE if self.model == "qwen" else self.base_file.parent
-        config = read_native(Qwen2Config.from_json, folder / "config.json")
-        return read_native(load_qwen2, self.base_file, config, dtype=getattr(torch, dtype),
-                           device=self.device)
-
-    def role(self, name: str, cfg, adapters: str | None = None, head: str | None = None,
-             load_head: bool = False, trainable: bool = False) -> Role:
-        """A role on a backbone of its own, with fresh adapters or those of an earlier phase."""
-        role = build_role(name, self.load_base(cfg.dtype), cfg.seed + (name == "reward"),
-                          cfg.lora_rank, cfg.lora_alpha, head, trainable)
-        if adapters:
-            load_adapter(role, self.folder / adapters, cfg.lora_rank, cfg.lora_alpha, load_head)
-        return role
-
-    def rows(self, path: str) -> list[dict]:
-        return read_jsonl(corpus_folder(self.corpus) / path)
-
-
-@contextlib.contextmanager
-def run_lock(folder: Path):
-    """One process a run folder: two would write into each other's states. Windows has no fcntl;
-    there it is up to the user."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as stream:
-        if fcntl is not None:
-            try:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise CourseError(f"another process is working in {folder}; wait for it, or use "
-                                  "another folder (--out)") from None
-        for leftover in folder.rglob(".*.tmp"):     # of a process that was killed while writing
-            leftover.unlink()
-        yield
-
-
 # ==================================================================================================
 # 4 · The corpus: six office troubles, and which of two answers is better
 # ==================================================================================================
@@ -632,6 +434,8 @@ def run_lock(folder: Path):
 # Invariant: 840/180/180 pairs and 80 isolated probe rows; nothing held out ever reaches a rollout.
 # The mistake: adding probes to training after they showed an error. Then they are no probes any
 # more; a repair needs a new revision of the corpus and a new test (which is what v2 is).
+# All splits share the six actions and the thirty troubles: a test family is a new pairing of a
+# trouble and a place, a probe has a new place. So nothing here measures wide generalisation.
 
 CORPUS_SEED = 49                # the split of the families; not settable, it *is* the corpus
 ACTIONS = (                     # (advice, five ways in which somebody describes the trouble)
@@ -757,7 +561,7 @@ def family_rows(i: int, revision: str) -> dict[str, list[dict]]:
 
 
 def probe_rows(revision: str) -> list[dict]:
-    """20 contexts outside the corpus x (correct or wrong) x (plain or polite), all hedged."""
+    """20 contexts (new places, known troubles) x correct or wrong x plain or polite, all hedged."""
     rows = []
     for i in range(20) if revision == "v1" else range(20, 40):
         family, right, turn = f"PROBE{i:02d}", i % 6, i // 6
@@ -1060,7 +864,8 @@ class LoRALinear(nn.Module):
     """y = W x + (alpha / rank) * B(A x): a frozen linear layer plus a low-rank branch that learns.
 
     x [..., in] -> [..., out]. A is [rank, in], B is [out, rank]; both FP32 and without bias. The
-    branch is computed in FP32 and the sum returned in the base's dtype (Hu et al. 2021, eq. 3).
+    branch is computed in FP32 and the sum returned in the base's dtype (Hu et al. 2021, eq. 3 and
+    the scaling explained below it).
     """
 
     def __init__(self, base: nn.Linear, rank: int, alpha: float, generator: torch.Generator):
@@ -1093,7 +898,7 @@ class Role:
     model: Qwen2
     head: nn.Linear | None = None   # width -> 1; the judge's score or the critic's value
     trainable: bool = True
-    output: OutputColumns = None    # the vocabulary projection (section 7)
+    output: OutputColumns = field(init=False)   # the vocabulary projection (section 7)
 
     def __post_init__(self):
         self.output, learned = OutputColumns(self.model), self.learned()
@@ -1257,11 +1062,16 @@ def copy_learned(role: Role, tensors: dict[str, Tensor], source: Path | str,
 
 
 # ==================================================================================================
-# 7 · Scores: log-probabilities, values, and the judge's score
+# 7 · Scores and sampling: from hidden states to log-probability, value, score, and a next token
 # ==================================================================================================
+# Invariant: each is read at positions found from the mask, so padding changes nothing. The mistake:
+# hidden[:, -1] for the judge's score; under padding the reward model then looks at PAD.
 
 def token_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
-    """log softmax(logits)[ids] in FP32. logits [..., V], ids [...] -> [...]."""
+    """log softmax(logits)[ids] in FP32. logits [..., V], ids [...] -> [...].
+
+    The textbook form. The phases call OutputColumns.score, and tests hold that to this.
+    """
     logits = logits.float()
     return logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
 
@@ -1305,8 +1115,8 @@ class OutputColumns:
         return torch.where(slot >= 0, chosen, 0.0) - self.log_normalizer(logits)
 
     def score(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        """[N, H] and [N] -> FP32 [N] log-probabilities, 256 rows at a time: N rows of 151,936 FP32
-        logits would not fit in memory when hundreds of answers are scored."""
+        """[N, H] and [N] -> FP32 [N] log-probabilities, 256 rows at a time: when hundreds of
+        answers are scored, N rows of 151,936 FP32 logits would not fit in memory."""
         return torch.cat([self.logprobs(self.logits(h), i)
                           for h, i in zip(hidden.split(256), ids.split(256))])
 
@@ -1346,7 +1156,8 @@ class OutputColumns:
 def prefix_hidden(role: Role, batch: Batch) -> Tensor:
     """[B, R, H]: in column t the state of the prefix that is about to produce response token t.
 
-    The shift from positions to the tokens they predict happens here and nowhere else.
+    For responses the shift from positions to the tokens they predict happens here only;
+    pretraining (section 9), which learns prompts too, has its own.
     """
     hidden = role.model(batch.ids, batch.attention)                                  # [B, T, H]
     return hidden[:, batch.prompt_width - 1:-1]                                      # [B, R, H]
@@ -1399,6 +1210,58 @@ def response_mean(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, x, 0).sum(1) / mask.sum(1)
 
 
+@dataclass
+class Answer:
+    """ids as sampled (a cut answer gets no EOS put in), logp of each, and how it ended."""
+    ids: list[int] = field(default_factory=list)
+    logp: list[float] = field(default_factory=list)
+    finish_reason: str = "length"
+    first_logits: Tensor | None = None    # [L], those that drew the first token
+
+
+@torch.no_grad()
+def generate(role: Role, prompts: list[list[int]], max_response: int = 64,
+             uniforms: Tensor | None = None, labels: list[str] | None = None) -> list[Answer]:
+    """Answer every prompt (lists of ids): greedily, or by inverse CDF from uniforms [B, R].
+
+    Temperature 1, full vocabulary, nothing suppressed; only EOS (151645) ends an answer. Row b at
+    step t uses uniforms[b, t] whatever its neighbours do. Finished rows leave the batch.
+    CourseError names the answer (its label) whose logits are not finite.
+    """
+    B, device = len(prompts), role.device
+    batch = collate(prompts, [[]] * B, device=device)
+    P = batch.prompt_width
+    attention = F.pad(batch.attention, (0, max_response), value=True)                # [B, P + R]
+    weight = role.model.model.embed_tokens.weight
+    cache = KVCache(role.model.config, B, P + max_response, weight.dtype, device)
+    answers, rows = [Answer() for _ in prompts], list(range(B))
+    hidden = role.model(batch.ids, attention[:, :P], cache)[:, -1]                   # [B, H]
+    for step in range(max_response):
+        logits = role.output.logits(hidden)                                          # [b, L]
+        finite = logits.isfinite().all(dim=1).tolist()
+        if not all(finite):
+            row = rows[finite.index(False)]
+            raise CourseError(f"{labels[row] if labels else f'answer {row}'}: logits at token "
+                              f"{step + 1} are not finite")
+        ids = role.output.greedy(logits) if uniforms is None else \
+            role.output.sample(logits, uniforms[rows, step])                         # [b]
+        logp = role.output.logprobs(logits, ids).tolist()
+        for k, (row, token) in enumerate(zip(rows, ids.tolist())):
+            answers[row].ids.append(token)
+            answers[row].logp.append(logp[k])
+            if step == 0:
+                answers[row].first_logits = logits[k].clone()
+            if token == EOS:
+                answers[row].finish_reason = "eos"
+        going = [k for k, row in enumerate(rows) if answers[row].finish_reason != "eos"]
+        if not going or step == max_response - 1:
+            return answers
+        if len(going) < len(rows):
+            cache.select(going)
+            rows, ids = [rows[k] for k in going], ids[going]
+        hidden = role.model(ids[:, None], attention[rows, :P + step + 1], cache)[:, -1]
+
+
 # ==================================================================================================
 # 8 · Learning: what SFT, the reward model, PPO and the tiny base have in common
 # ==================================================================================================
@@ -1429,13 +1292,18 @@ def environment(device: torch.device) -> dict:
             "device": f"{device.type} ({chip})", "threads": torch.get_num_threads()}
 
 
+def environment_changes(before: dict, device: torch.device) -> list[str]:
+    return [f"{key} is {value} now, it was {before[key]}"
+            for key, value in environment(device).items() if value != before[key]]
+
+
 class Training:
     """All that a learning phase carries from one update to the next.
 
     phase, total     its name, its number of updates (for PPO: iterations)
     roles            {name: Role}, learning and frozen ones
     peaks            {name of a learning role: (number of its updates, peak rate)}
-    next             index of the next update; also where to save, keep a copy, and validate
+    next             index of the next update
     history          JSON-able record of everything that happened
     """
 
@@ -1574,7 +1442,7 @@ class Training:
             if frozen_identity(role) != self.frozen[name]:
                 raise CourseError(f"{self.phase}: the frozen base of {name} changed")
             changed = learned_identity(role) != self.begin[name]
-            if name in self.peaks and not changed and self.peaks[name][1] > 0 and self.total > 0:
+            if name in self.peaks and not changed and self.peaks[name][1] > 0:
                 raise CourseError(f"{self.phase}: {name} did not change although it learns")
             if name not in self.peaks and changed:
                 raise CourseError(f"{self.phase}: {name} changed although it is frozen")
@@ -1621,6 +1489,21 @@ def numerical_entries(value, path: str = "") -> dict[str, str]:
             for k, v in numerical_entries(item, f"{path}/{key}").items()}
 
 
+KEPT_STATE = "state-kept.pt.gz"    # from the middle of a phase, for the proof in section 14
+
+
+class Progress:
+    """One aligned line now and then, with an estimate of the time left; fit for a pipe."""
+
+    def __init__(self, phase: str, start: int, total: int):
+        self.phase, self.start, self.total, self.begin = phase, start, total, time.monotonic()
+
+    def line(self, done: int, text: str) -> None:
+        elapsed = time.monotonic() - self.begin
+        left = elapsed / max(1, done - self.start) * (self.total - done)
+        say(f"{self.phase:>8} {done:4d}/{self.total}  {text}  {clock(left)} left")
+
+
 def train(run: Run, training: Training, step, describe, save_every: int = 0, keep_at: int = -1,
           validate_at: set[int] = frozenset(), validate=None, sample=None) -> None:
     """Run the remaining updates of a phase; every learning phase goes through this loop.
@@ -1630,7 +1513,8 @@ def train(run: Run, training: Training, step, describe, save_every: int = 0, kee
     loop with save_every 0: then nothing is written.
     """
     folder = run.path(training.phase)
-    progress = Progress(training.phase, training.next, training.total)
+    progress = Progress(training.phase if save_every else f"again {training.phase}",
+                        training.next, training.total)
     while True:
         if save_every and training.next == keep_at:
             save_state(folder / KEPT_STATE, run.sealed(training))
@@ -1649,22 +1533,226 @@ def train(run: Run, training: Training, step, describe, save_every: int = 0, kee
             if sample and done % (5 * run.config.log_every) == 0:
                 say(sample())
         if stopping and not last:
-            run.stop.check(f"{training.phase} after {done} of {training.total}")
+            run.stop.check(f"{training.phase} after {done} of {training.total}",
+                           *([] if save_every else ["begins this proof again"]))
 
 
-class Progress:
-    """One aligned line now and then, with an estimate of the time left; fit for a pipe."""
+# --------------------------------------------------------------------------------------------------
+# A run folder: what it is, what is finished, and how to stop
+# --------------------------------------------------------------------------------------------------
 
-    def __init__(self, phase: str, start: int, total: int):
-        self.phase, self.start, self.total, self.begin = phase, start, total, time.monotonic()
+class StopRequest:
+    """The first Ctrl-C or SIGTERM asks for an end at the next boundary; a second one is obeyed at
+    once."""
 
-    def line(self, done: int, text: str) -> None:
-        elapsed = time.monotonic() - self.begin
-        left = elapsed / max(1, done - self.start) * (self.total - done)
-        say(f"{self.phase:>8} {done:4d}/{self.total}  {text}  {clock(left)} left")
+    def __init__(self):
+        self.requested = 0
+
+    def install(self) -> None:
+        signal.signal(signal.SIGINT, self.on_signal)
+        signal.signal(signal.SIGTERM, self.on_signal)
+
+    def on_signal(self, number, _frame) -> None:
+        self.requested = number
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.write(2, b"stopping after what is in hand (once more: at once)\n")  # print may be busy
+
+    def check(self, where: str, next_time: str = "goes on from there") -> None:
+        if self.requested:
+            raise Stopped(f"stopped {where}; the same command {next_time}", self.requested)
 
 
-KEPT_STATE = "state-kept.pt.gz"    # from the middle of a phase, for the proof in section 14
+def code_identity() -> str:
+    """Digest of both files' syntax trees without docstrings: comments and prose do not count.
+
+    Empty fields are dropped, since Python versions differ in whether they dump them.
+    """
+    digest = hashlib.sha256()
+    for name in ("rlhf.py", "qwen.py"):
+        tree = ast.parse((HERE / name).read_text(encoding="utf-8"))
+        for node in list(ast.walk(tree)):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) \
+                    and ast.get_docstring(node, clean=False) is not None:
+                node.body = node.body[1:]
+            for key, value in list(ast.iter_fields(node)):
+                if value is None or value == []:
+                    delattr(node, key)
+        digest.update(ast.dump(tree).encode())
+    return digest.hexdigest()
+
+
+PHASE_FOLDERS = {phase: phase for phase in PHASES} | {"evaluate": "evaluation"}
+PHASE_DATA = {
+    "sft": ("train/demonstrations.jsonl", "validation/preferences.jsonl"),
+    "reward": ("train/preferences.jsonl", "validation/preferences.jsonl"),
+    "ppo": ("train/prompts.jsonl",),
+    "evaluate": ("test/prompts.jsonl", "test/labels.jsonl", "probes/prompts.jsonl",
+                 "probes/labels.jsonl"),
+    "probes": ("probes/labels.jsonl",)}
+PHASE_NEEDS = {"sft": ("base",), "reward": ("base",), "ppo": ("sft", "reward"),
+               "resume": ("sft", "reward", "ppo"), "evaluate": ("sft", "reward", "ppo"),
+               "probes": ("reward",)}
+
+
+class Run:
+    """One run folder: model, corpus, config, and which phases are finished.
+
+    run.json holds what the folder is. A phase is finished when its done.json, written last, lists
+    the digests of its files; nothing finished is repeated or overwritten.
+    """
+
+    def __init__(self, folder: Path, model: str, corpus: str, config: Config, device: torch.device,
+                 record: dict, accept_changed_code: bool = False):
+        self.folder, self.model, self.corpus, self.config = folder, model, corpus, config
+        self.device, self.record, self.accept_changed_code = device, record, accept_changed_code
+        self.stop, self.code = StopRequest(), code_identity()
+        self.verified: dict[str, dict] = {}      # done.json of the phases whose files were checked
+        self.identities: dict[str, dict] = {}
+
+    @functools.cached_property
+    def tokens(self) -> Tokens:
+        return Tokens()
+
+    @property
+    def base_file(self) -> Path:
+        if self.model == "tiny":
+            return self.folder / "base" / "model.safetensors"
+        return Path(self.record["weights"]["path"])
+
+    def note(self) -> str:
+        """What every table of results must say about the model it speaks of."""
+        if self.model == "tiny":
+            return ("tiny model, pretrained on the task's own language: it illustrates the "
+                    "mechanism and says nothing about the pinned model")
+        if self.is_pinned():
+            return f"{PINNED_REPOSITORY} at {PINNED_COMMIT[:12]}"
+        return (f"NOT the pinned model: {self.base_file}, sha256 "
+                f"{self.record['weights']['sha256'][:12]}")
+
+    def is_pinned(self) -> bool:
+        return self.model == "qwen" \
+            and self.record["weights"]["sha256"] == PINNED_SHA256["model.safetensors"]
+
+    def save(self) -> None:
+        write_json(self.folder / "run.json", {
+            "model": self.model, "corpus": self.corpus, "note": self.note(),
+            "config": dataclasses.asdict(self.config), "digests": {
+                "code": self.code, "tokenizer.json": PINNED_SHA256["tokenizer.json"],
+                "base": self.done("base")["weights_sha256"] if self.is_done("base") else None},
+            "environment": environment(self.device), **self.record})
+
+    def settings(self, phase: str) -> SimpleNamespace:
+        """The config fields that `phase` may read, and no other."""
+        return SimpleNamespace(**{n: getattr(self.config, n) for n in PHASE_FIELDS[phase]})
+
+    # -- finished phases ---------------------------------------------------------------------------
+    def path(self, phase: str) -> Path:
+        return self.folder / PHASE_FOLDERS[phase]
+
+    def is_done(self, phase: str) -> bool:
+        return (self.path(phase) / "done.json").is_file()
+
+    def done(self, phase: str) -> dict:
+        """done.json of a finished phase, after checking its files against it (once a call)."""
+        if not self.is_done(phase):
+            raise CourseError(f"phase {phase} is not finished in {self.folder}; first run "
+                              f"--phase {phase}")
+        if phase not in self.verified:
+            done = read_json(self.path(phase) / "done.json")
+            for name, digest in done["files"].items():
+                path = self.path(phase) / name
+                if not path.is_file() or sha256_file(path) != digest:
+                    raise CourseError(f"{path} is missing or was changed after phase {phase} had "
+                                      f"finished; restore it, or delete {self.path(phase)} and "
+                                      "run the phase again")
+            self.verified[phase] = done
+        return self.verified[phase]
+
+    def finish(self, phase: str, identity: dict, **extra) -> None:
+        folder = self.path(phase)
+        files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != "done.json")
+        write_json(folder / "done.json", {
+            "phase": phase, "note": self.note(), "identity": identity, **extra,
+            "files": {p.relative_to(folder).as_posix(): sha256_file(p) for p in files}})
+
+    # -- identity ----------------------------------------------------------------------------------
+    def identity(self, phase: str) -> dict[str, object]:
+        """What a phase is: the config fields it reads, digests of its inputs, the code."""
+        if phase in self.identities:
+            return self.identities[phase]
+        inputs = {"tokenizer.json": PINNED_SHA256["tokenizer.json"]}
+        if phase == "base" and self.model == "qwen":
+            inputs["weights"] = self.record["weights"]["sha256"]
+        if phase != "base":
+            inputs["base"] = self.done("base")["weights_sha256"]
+            digests = verify_corpus(self.corpus)
+            inputs |= {f"corpus {self.corpus}: {p}": digests[p] for p in PHASE_DATA.get(phase, ())}
+            inputs |= {f"{earlier}/{name}": digest for earlier in PHASE_NEEDS[phase]
+                       if earlier != "base" for name, digest in self.done(earlier)["files"].items()
+                       if name.endswith(".safetensors")}
+        self.identities[phase] = {**vars(self.settings(phase)), **inputs, "code": self.code}
+        return self.identities[phase]
+
+    def check_identity(self, found: dict, phase: str, source: Path) -> list[str]:
+        """Refuse another identity, naming the first field that differs. Returns the caveats."""
+        expected, caveats = self.identity(phase), []
+        for key in sorted({*found, *expected}):
+            if found.get(key) == expected.get(key):
+                continue
+            if key == "code" and self.accept_changed_code:
+                caveats.append("the code changed in between (--accept-changed-code)")
+                continue
+            remedy = "--accept-changed-code goes on all the same, and claims no exactness" \
+                if key == "code" else "use another folder (--out)"
+            raise CourseError(f"{source} belongs to another run: {key} is {found.get(key)!r} "
+                              f"there and {expected.get(key)!r} here; {remedy}")
+        return caveats
+
+    def sealed(self, training: Training) -> dict:
+        """A phase's state with the identity that it belongs to."""
+        return {**training.state(), "identity": self.identity(training.phase)}
+
+    # -- what phases load --------------------------------------------------------------------------
+    def load_base(self, dtype: str) -> Qwen2:
+        folder = HERE if self.model == "qwen" else self.base_file.parent
+        config = read_native(Qwen2Config.from_json, folder / "config.json")
+        return read_native(load_qwen2, self.base_file, config, dtype=getattr(torch, dtype),
+                           device=self.device)
+
+    def role(self, name: str, cfg, adapters: str | None = None, head: str | None = None,
+             load_head: bool = False, trainable: bool = False) -> Role:
+        """A role on a backbone of its own, with fresh adapters or those of an earlier phase."""
+        seed = cfg.seed + 1 if name == "reward" else cfg.seed
+        role = build_role(name, self.load_base(cfg.dtype), seed, cfg.lora_rank, cfg.lora_alpha,
+                          head, trainable)
+        if adapters:
+            load_adapter(role, self.folder / adapters, cfg.lora_rank, cfg.lora_alpha, load_head)
+        return role
+
+    def judge(self, cfg) -> Role:
+        """The frozen reward model."""
+        return self.role("reward", cfg, "reward", head="normal", load_head=True)
+
+    def rows(self, path: str) -> list[dict]:
+        return read_jsonl(corpus_folder(self.corpus) / path)
+
+
+@contextlib.contextmanager
+def run_lock(folder: Path):
+    """One process a run folder: two would write into each other's states. Windows has no fcntl;
+    there it is up to the user."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as stream:
+        if fcntl is not None:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise CourseError(f"another process is working in {folder}; wait for it, or use "
+                                  "another folder (--out)") from None
+        for leftover in folder.rglob(".*.tmp"):     # of a process that was killed while writing
+            leftover.unlink()
+        yield
 
 
 def start_or_resume(run: Run, training: Training) -> bool:
@@ -1675,9 +1763,7 @@ def start_or_resume(run: Run, training: Training) -> bool:
     state = load_state(path)
     caveats = run.check_identity(state["identity"], training.phase, path)
     training.restore(state, path)
-    now = environment(training.device)
-    caveats += [f"{key} is now {now[key]}, it was {state['environment'][key]}"
-                for key in now if now[key] != state["environment"][key]]
+    caveats += environment_changes(state["environment"], training.device)
     for caveat in caveats:
         say(f"WARNING: {training.phase}: {caveat}: no claim that the result is bit for bit equal")
     training.caveats += caveats
@@ -1692,7 +1778,10 @@ def start_or_resume(run: Run, training: Training) -> bool:
 # ==================================================================================================
 # The tiny base must speak the language of the task and be a mediocre adviser: irrelevant,
 # over-certain or polite by chance. Then SFT and PPO have something to move. Its chats have their
-# own headings and places; it never sees a prompt or a family of the corpus.
+# own headings and places; it never sees a prompt or a family of the corpus, but its troubles and
+# answers are the corpus's own: hence "illustrates the mechanism" at every table of its results.
+# Invariant: embedding rows that no text uses stay exactly 0 (section 7 relies on it). The mistake:
+# weight decay on the whole table.
 
 TINY = Qwen2Config(vocab_size=151936, hidden_size=192, intermediate_size=448, num_hidden_layers=3,
                    num_attention_heads=6, num_key_value_heads=2, rms_norm_eps=1e-6,
@@ -1735,7 +1824,7 @@ def make_base_training(run: Run, cfg):
     Weight decay and the gradient of the softmax would move the unused rows away from zero, so
     those rows do not exist during pretraining; they still count in the softmax, as exp(0) each.
     """
-    cfg.seed, tokens = cfg.base_seed, run.tokens
+    cfg, tokens = SimpleNamespace(**vars(cfg), seed=cfg.base_seed), run.tokens
     chats = [(tokens.prompt(p, cfg.max_prompt), tokens.answer(a, cfg.max_response))
              for p, a in base_chats(cfg)]
     used = sorted({token for chat in chats for part in chat for token in part} | {PAD})
@@ -1752,7 +1841,7 @@ def make_base_training(run: Run, cfg):
             nn.init.constant_(parameter, 3.0 if name == "model.norm.weight"
                               else float(name.endswith("norm.weight")))
     role = Role("base", model)
-    role.output.dead = TINY.vocab_size - len(used)
+    role.output.dead = TINY.vocab_size - len(used)     # the rows that do not exist: exp(0) each
     training = Training("base", cfg, cfg.base_updates, {"base": role},
                         {"base": (cfg.base_updates, cfg.base_lr)}, {"updates": []})
 
@@ -1762,7 +1851,8 @@ def make_base_training(run: Run, cfg):
         batch = collate(*zip(*[chats[i] for i in rows]), pad=compact[PAD])
         ids, known = batch.ids, batch.attention
         hidden = model(ids, known)                                                   # [B, T, H]
-        target = known[:, 1:] & known[:, :-1]                                        # [B, T-1]
+        target = known[:, 1:] & known[:, :-1]      # position t predicts token t+1   # [B, T-1]
+        # Not role.output.logits: its weights are detached, and here the embedding learns too.
         logits = model.logits(hidden[:, :-1][target]).float()                        # [N, L]
         logp = role.output.logprobs(logits, ids[:, 1:][target])                      # [N]
         answer = batch.response_mask[:, 1:][target]                                  # [N]
@@ -1909,8 +1999,8 @@ def phase_sft(run: Run) -> None:
 def finish_learning(run: Run, training: Training, folders: dict[str, Path]) -> None:
     """Write adapters, heads and history, then done.json."""
     for name, folder in folders.items():
-        base = PINNED_REPOSITORY if run.model == "qwen" else \
-            Path(os.path.relpath(run.path("base"), folder)).as_posix()
+        base = PINNED_REPOSITORY if run.is_pinned() else \
+            Path(os.path.relpath(run.base_file.parent, folder)).as_posix()
         save_adapter(training.roles[name], folder, training.cfg.lora_rank, training.cfg.lora_alpha,
                      base)
     write_json(run.path(training.phase) / "history.json",
@@ -1926,13 +2016,23 @@ def finish_learning(run: Run, training: Training, folders: dict[str, Path]) -> N
 #
 #     P(chosen preferred) = sigmoid(r_chosen - r_rejected)
 #
-# Only differences count, so a score has no zero and no unit: it is no probability of truth, it may
-# be negative, shifted and badly calibrated, and style can move it.
+# (Bradley and Terry 1952.) Only differences count, so a score has no zero and no unit: it is no
+# probability of truth, it may be negative, shifted and badly calibrated, and style can move it.
 # Invariant: the score is read at the last active response token. The mistake: reading a fixed
 # column of the batch; under padding that column is PAD.
+#
+# What one could do instead. SFT may be enough: compare its row in the closing table. DPO (Rafailov
+# et al. 2023, eq. 7) learns from the same pairs without judge, critic or sampling (not done here):
+#
+#     -logsigmoid(beta * ((logp - ref_logp)(chosen) - (logp - ref_logp)(rejected)))
+#
+# with logp summed over an answer. And where an exact verifier exists, it beats every learned judge.
 
 def bradley_terry_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """-mean(logsigmoid(r_chosen - r_rejected)) over the pairs; both [pairs], result scalar."""
+    """-mean(logsigmoid(r_chosen - r_rejected)) over the pairs; both [pairs], result scalar.
+
+    (InstructGPT, eq. 1 with two answers a prompt.)
+    """
     return -F.logsigmoid(chosen - rejected).mean()
 
 
@@ -1949,8 +2049,9 @@ def make_reward(run: Run) -> dict:
 
     def load(path: str) -> list[tuple[list[int], list[int], list[int]]]:
         rows = run.rows(path)
-        return [(prompt, chosen, rejected) for (prompt, chosen), (_, rejected) in zip(
-            tokenize(run, cfg, rows, "chosen"), tokenize(run, cfg, rows, "rejected"))]
+        return [(run.tokens.prompt(row["prompt"], cfg.max_prompt),
+                 run.tokens.answer(row["chosen"], cfg.max_response),
+                 run.tokens.answer(row["rejected"], cfg.max_response)) for row in rows]
 
     pairs, held_back = load("train/preferences.jsonl"), load("validation/preferences.jsonl")
     role = run.role("reward", cfg, head="normal", trainable=True)
@@ -2014,58 +2115,12 @@ def phase_reward(run: Run) -> None:
 # Invariants: old_logp is what drew the token, from the very logits that drew it; an end is an end.
 # The mistakes: filtering the distribution (top-p) and then scoring the unfiltered one, which makes
 # every ratio wrong; and bootstrapping past an end that is terminal.
-
-@dataclass
-class Answer:
-    """ids as sampled (a cut answer gets no EOS put in), logp of each, and how it ended."""
-    ids: list[int] = field(default_factory=list)
-    logp: list[float] = field(default_factory=list)
-    finish_reason: str = "length"
-    first_logits: Tensor | None = None    # [L], those that drew the first token
-
-
-@torch.no_grad()
-def generate(role: Role, prompts: list[list[int]], max_response: int = 64,
-             uniforms: Tensor | None = None, labels: list[str] | None = None) -> list[Answer]:
-    """Answer every prompt (lists of ids): greedily, or by inverse CDF from uniforms [B, R].
-
-    Temperature 1, full vocabulary, nothing suppressed; only EOS (151645) ends an answer. Row b at
-    step t uses uniforms[b, t] whatever its neighbours do. Finished rows leave the batch.
-    CourseError names the answer (its label) whose logits are not finite.
-    """
-    B, device = len(prompts), role.device
-    batch = collate(prompts, [[]] * B, device=device)
-    P = batch.prompt_width
-    attention = F.pad(batch.attention, (0, max_response), value=True)                # [B, P + R]
-    weight = role.model.model.embed_tokens.weight
-    cache = KVCache(role.model.config, B, P + max_response, weight.dtype, device)
-    answers, rows = [Answer() for _ in prompts], list(range(B))
-    hidden = role.model(batch.ids, attention[:, :P], cache)[:, -1]                   # [B, H]
-    for step in range(max_response):
-        logits = role.output.logits(hidden)                                          # [b, L]
-        finite = logits.isfinite().all(dim=1).tolist()
-        if not all(finite):
-            row = rows[finite.index(False)]
-            raise CourseError(f"{labels[row] if labels else f'answer {row}'}: logits at token "
-                              f"{step + 1} are not finite")
-        ids = role.output.greedy(logits) if uniforms is None else \
-            role.output.sample(logits, uniforms[rows, step])                         # [b]
-        logp = role.output.logprobs(logits, ids).tolist()
-        for k, (row, token) in enumerate(zip(rows, ids.tolist())):
-            answers[row].ids.append(token)
-            answers[row].logp.append(logp[k])
-            if step == 0:
-                answers[row].first_logits = logits[k].clone()
-            if token == EOS:
-                answers[row].finish_reason = "eos"
-        going = [k for k, row in enumerate(rows) if answers[row].finish_reason != "eos"]
-        if not going or step == max_response - 1:
-            return answers
-        if len(going) < len(rows):
-            cache.select(going)
-            rows, ids = [rows[k] for k in going], ids[going]
-        hidden = role.model(ids[:, None], attention[rows, :P + step + 1], cache)[:, -1]
-
+#
+# Every token is charged for its log-ratio to the reference, since the judge deserves trust only
+# near the answers it was trained on; the judge's score arrives once, at the end. advantage[t] says
+# how much better things went from token t on than the critic had expected. Bootstrapping means to
+# add the critic's value of what comes next; past an end nothing comes. (The bootstrap of section
+# 15 is another thing: resampling.)
 
 def token_rewards(old_logp: Tensor, ref_logp: Tensor, score: Tensor, truncated: Tensor,
                   mask: Tensor | None = None, kl_coef: float = 0.02,
@@ -2077,7 +2132,8 @@ def token_rewards(old_logp: Tensor, ref_logp: Tensor, score: Tensor, truncated: 
 
     The log-ratio is what the sampled token says about the drift from the reference. It can be
     negative, it is not the exact KL, and it costs reward only where logp > ref_logp. `last` is the
-    last token inside the mask, not the last column (InstructGPT, eq. 2, per token).
+    last token inside the mask, not the last column. (InstructGPT, eq. 2 without its pretraining
+    term, spread over the tokens.)
     """
     mask = torch.ones_like(old_logp, dtype=torch.bool) if mask is None else mask
     score = torch.as_tensor(score, dtype=torch.float32, device=old_logp.device)
@@ -2093,8 +2149,8 @@ def gae(rewards: Tensor, values: Tensor, gamma: float = 1.0,
         lam: float = 0.95) -> tuple[Tensor, Tensor]:
     """Advantages and returns of one response, [R] each, without padding (Schulman et al. 2016).
 
-        delta[t]     = reward[t] + gamma * value[t+1] - value[t]                     (eq. 10)
-        advantage[t] = delta[t] + gamma * lam * advantage[t+1]                       (eq. 16)
+        delta[t]     = reward[t] + gamma * value[t+1] - value[t]
+        advantage[t] = delta[t] + gamma * lam * advantage[t+1]        (eq. 16, as a recursion)
         return[t]    = advantage[t] + value[t]
 
     value[R] and advantage[R] are 0: EOS and a cut at the limit both end the episode here.
@@ -2114,7 +2170,7 @@ def gae(rewards: Tensor, values: Tensor, gamma: float = 1.0,
 # ==================================================================================================
 # Invariant: reference and judge never change, actor and critic do, and a save holds all of it.
 # The mistake: refreshing old_logp between the two epochs. Then every ratio is 1 again, and the
-# clip, which bounds how far one batch of samples may push, never bites.
+# clip, which ends the push for a token once its ratio has left 0.8 to 1.2, hardly ever bites.
 
 def ppo_actor_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
                    clip: float = 0.2) -> Tensor:
@@ -2123,7 +2179,8 @@ def ppo_actor_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Ten
         ratio = exp(logp - old_logp)
         loss  = -min(ratio * advantage, clip(ratio, 1 - clip, 1 + clip) * advantage)
 
-    Mean over each response's tokens (its own length), then over the B responses.
+    Mean over each response's tokens (its own length), then over the B responses. The min removes
+    gains only: a ratio that moved the wrong way keeps its gradient.
     """
     ratio = torch.where(mask, logp - old_logp.detach(), 0.0).exp()                   # [B, R]
     advantages = advantages.detach()
@@ -2223,14 +2280,14 @@ def ppo_epoch(training: Training, rollouts: Rollouts, epoch: int,
         logp = response_logprobs(roles["actor"], batch)                              # [B, R]
         loss = ppo_actor_loss(logp, rollouts.old_logp, rollouts.advantages, mask, cfg.clip)
         loss.backward()
-        log_ratio = (logp - rollouts.old_logp).detach()[mask]                        # [N]
+        log_ratio = (logp - rollouts.old_logp).detach()                              # [B, R]
         ratio = log_ratio.exp()
         actor = {"epoch": epoch + 1, "loss": loss.item(), **training.apply("actor", update),
-                 "clip_fraction": ((ratio - 1).abs() > cfg.clip).float().mean().item(),
-                 "approx_kl": (ratio - 1 - log_ratio).mean().item(),
+                 # Over all N tokens at once, unlike the loss; approx_kl is never negative.
+                 "clip_fraction": ((ratio - 1).abs() > cfg.clip)[mask].float().mean().item(),
+                 "approx_kl": (ratio - 1 - log_ratio)[mask].mean().item(),
                  "responses": [{"logp": l, "ratio": r} for l, r in zip(
-                     per_response(logp, mask),
-                     per_response((logp - rollouts.old_logp).exp(), mask))]}
+                     per_response(logp, mask), per_response(ratio, mask))]}
     with timed(seconds, "critic optimisation", device):
         values = prefix_values(roles["critic"], batch)                               # [B, R]
         loss = critic_loss(values, rollouts.returns, mask, cfg.value_coef)
@@ -2268,7 +2325,7 @@ def ppo_iteration(training: Training, prompts: list[tuple[str, list[int]]],
     if number == 1:
         with torch.no_grad():  # one full forward beside the decoder's: how far apart are they?
             output = training.roles["actor"].output
-            full = output.logits(prefix_hidden(training.roles["actor"], batch)[:2, 0])
+            full = output.logits(prefix_hidden(training.roles["actor"], batch)[:2, 0])  # [2, L]
         entry["first_token_logit_drift"] = [(a - b).abs().max().item()
                                             for a, b in zip(full, rollouts.first_logits)]
     updates = [ppo_epoch(training, rollouts, epoch, seconds)
@@ -2298,16 +2355,18 @@ def make_ppo(run: Run, write=None) -> dict:
     roles = {
         "actor": run.role("actor", cfg, "sft", trainable=True),
         "reference": run.role("reference", cfg, "sft"),
-        "reward": run.role("reward", cfg, "reward", head="normal", load_head=True),
+        "reward": run.judge(cfg),
         "critic": run.role("critic", cfg, "sft", head="zero", trainable=True)}
     total = cfg.ppo_iterations * cfg.ppo_epochs
     training = Training("ppo", cfg, cfg.ppo_iterations, roles,
                         {"actor": (total, cfg.ppo_actor_lr), "critic": (total, cfg.ppo_critic_lr)},
                         {"iterations": []})
     latest: list[dict] = []
+    verdicts = collections.deque(maxlen=10 * cfg.ppo_prompts)     # for the reader, not for learning
 
     def step(training: Training) -> None:
         latest[:] = ppo_iteration(training, prompts, tokens)
+        verdicts.extend(rollout_verdict(record)["rubric_success"] for record in latest)
         if write:
             write({"iteration": training.next + 1, "note": run.note(), "responses": latest,
                    "policy": training.history["iterations"][-1]["policy"]})
@@ -2315,26 +2374,25 @@ def make_ppo(run: Run, write=None) -> dict:
     def sample() -> str:
         """One answer for the reader's eyes."""
         seen = latest[0]
-        log_ratio = sum(seen["old_logp"]) - sum(seen["ref_logp"])
+        log_ratio = mean([a - b for a, b in zip(seen["old_logp"], seen["ref_logp"])])
         verdict = rollout_verdict(seen)
         return (f"         {seen['prompt_id']} {seen['text']!r}\n         score "
                 f"{seen['score']:+.2f}  log-ratio {log_ratio:+.2f}  rubric: {verdict['reason']}")
 
-    return {"training": training, "step": step, "save_every": cfg.ppo_save_every, "sample": sample,
+    def describe(training: Training) -> str:
+        """The last ten iterations in a line. Score, rubric, length, EOS and log-ratio stand
+        together: a rising score alone says nothing."""
+        recent = training.history["iterations"][-10:]
+        average = lambda name: mean([entry[name] for entry in recent])
+        clipped = mean([u["clip_fraction"] for entry in recent for u in entry["actor_updates"]])
+        return (f"score {average('mean_score'):+.2f}  rubric {mean(verdicts):.0%}  "
+                f"log-ratio {average('mean_log_ratio_to_reference'):+.3f}  "
+                f"tokens {average('mean_response_tokens'):.0f}  EOS {average('eos_rate'):.0%}  "
+                f"clipped {clipped:.0%}")
+
+    return {"training": training, "step": step, "save_every": cfg.ppo_save_every,
             "keep_at": 40 if cfg.ppo_iterations > 40 else cfg.ppo_iterations // 2,
-            "describe": describe_ppo}
-
-
-def describe_ppo(training: Training) -> str:
-    """The last iterations in one line. Score, length, EOS and log-ratio stand together: a rising
-    score alone says nothing."""
-    recent = training.history["iterations"][-10:]
-    average = lambda name: mean([entry[name] for entry in recent])
-    last = recent[-1]["actor_updates"][-1]
-    return (f"score {average('mean_score'):+.2f}  "
-            f"log-ratio {average('mean_log_ratio_to_reference'):+.3f}  "
-            f"tokens {average('mean_response_tokens'):.0f}  EOS {average('eos_rate'):.0%}  "
-            f"clipped {last['clip_fraction']:.0%}")
+            "describe": describe, "sample": sample}
 
 
 def phase_ppo(run: Run) -> None:
@@ -2355,6 +2413,8 @@ def phase_ppo(run: Run) -> None:
 # ==================================================================================================
 # Each learning phase kept a state from its middle. Here fresh objects continue it to the end, and
 # every number must equal the main run's: parameters, moments, random states, history, rollouts.
+# Invariant: fresh objects, same bits. The mistake: continuing with the objects that are still in
+# memory; that proves nothing about the file.
 
 MAKERS = {"sft": make_sft, "reward": make_reward, "ppo": make_ppo}
 
@@ -2363,7 +2423,7 @@ def prove_resume(run: Run, phase: str) -> dict:
     """Continue the kept state of `phase` and compare the end with the main run's, bit for bit."""
     folder = run.path(phase)
     kept, final = (load_state(folder / name) for name in (KEPT_STATE, "state.pt.gz"))
-    run.check_identity(kept["identity"], phase, folder / KEPT_STATE)
+    caveats = run.check_identity(kept["identity"], phase, folder / KEPT_STATE)
     with held_out_guard(run, phase):
         parts = MAKERS[phase](run)
         training = parts["training"]
@@ -2371,14 +2431,12 @@ def prove_resume(run: Run, phase: str) -> dict:
         train(run, **{**parts, "save_every": 0})
     main, again = (numerical_entries(without_durations(s)) for s in (final, training.state()))
     different = [key for key in sorted({*main, *again}) if main.get(key) != again.get(key)]
-    caveats = final["caveats"] + [f"{key} is {value} now" for key, value in
-                                  environment(run.device).items()
-                                  if value != final["environment"][key]]
+    caveats += final["caveats"] + environment_changes(final["environment"], run.device)
     return {"status": "FAIL" if different else "PASS", "phase": phase, "note": run.note(),
             "from": kept["next"], "to": final["next"], "entries_compared": len(main),
             "main_digest": canonical_digest(main), "resumed_digest": canonical_digest(again),
             "different": different[:20], "main_run_was_itself_resumed_at": final["resumed_at"],
-            "caveats": caveats}
+            "caveats": caveats, "identity": canonical_digest(run.identity("resume"))}
 
 
 def phase_resume(run: Run) -> None:
@@ -2386,15 +2444,17 @@ def phase_resume(run: Run) -> None:
     for phase in MAKERS:
         run.done(phase)
         path = run.path("resume") / f"{phase}.json"
-        if path.exists() and read_json(path)["status"] == "PASS":
-            continue
+        told = read_json(path) if path.exists() else {}
+        if told.get("status") == "PASS" \
+                and told["identity"] == canonical_digest(run.identity("resume")):
+            continue        # proven by a call that was stopped later
         proof = prove_resume(run, phase)
         write_json(path, proof)
         for caveat in proof["caveats"]:
             say(f"WARNING: resume {phase}: {caveat}: no claim about a run without that")
         resumed = proof["main_run_was_itself_resumed_at"]
         say(f"  resume {phase}: {proof['status']}, {proof['from']} to {proof['to']}, "
-            f"{proof['entries_compared']} entries equal to the last bit"
+            f"{proof['entries_compared']} entries compared bit for bit"
             + (f" (the main run was itself resumed at {resumed})" if resumed else ""))
         if proof["status"] != "PASS":
             raise CourseError(f"{path}: the continued run differs from the main run, first in "
@@ -2410,7 +2470,8 @@ def phase_resume(run: Run) -> None:
 # success keeps every output in its denominator. The mistake: calling the judge's score "human
 # usefulness". It is a predicted score of simulated preferences, and no human took part.
 
-ACTORS = {"base": None, "sft": "sft", "ppo": "ppo/actor"}     # name: its adapters
+# Whose adapters; None means fresh ones with B = 0, which is the base itself.
+ACTORS = {"base": None, "sft": "sft", "ppo": "ppo/actor"}
 
 
 def answer_held_out(run: Run, cfg, name: str) -> list[dict]:
@@ -2424,7 +2485,7 @@ def answer_held_out(run: Run, cfg, name: str) -> list[dict]:
         test, probes = run.rows("test/prompts.jsonl"), run.rows("probes/prompts.jsonl")
         actor = run.role("actor", cfg, ACTORS[name])
         reference = run.role("reference", cfg, "sft")
-        reward = run.role("reward", cfg, "reward", head="normal", load_head=True)
+        reward = run.judge(cfg)
         assert_role_isolation({"actor": actor, "reference": reference, "reward": reward})
         rows = []
         for group in groups(test, cfg.eval_batch) + [probes[k::4] for k in range(4)]:
@@ -2505,7 +2566,7 @@ def population_metrics(rows: list[dict], draws: int) -> dict:
         metrics |= {name: sum(bool(hit(row)) for row in rows),
                     f"{name}_rate": found["rate"], f"{name}_rate_ci": found["rate_ci"]}
     return metrics | {
-        "uncertainty_denominator": metrics["recognized"],
+        "uncertainty_denominator": metrics["recognized"],   # of unsupported certainty
         "mean_response_tokens": mean([len(row["response_ids"]) for row in rows]),
         "mean_learned_reward": mean([row["score"] for row in rows]),
         "mean_sampled_actor_reference_logratio": mean(
@@ -2514,7 +2575,8 @@ def population_metrics(rows: list[dict], draws: int) -> dict:
 
 
 def summarize(rows: list[dict], draws: int) -> dict:
-    """The five populations. Repeated probe rows are repeats, not independent situations."""
+    """The five populations. Repeated probe rows are repeats: three actors' 780 answers are not 780
+    independent situations, 200 prompts are distinct."""
     test = [row for row in rows if not row["id"].startswith("PROBE")]
     probes = [row for row in rows if row["id"].startswith("PROBE")]
     contexts = list({row["family"]: row for row in reversed(probes)}.values())[::-1]
@@ -2524,11 +2586,10 @@ def summarize(rows: list[dict], draws: int) -> dict:
 
 
 @torch.no_grad()
-def score_texts(role: Role, tokens: Tokens, cfg, items: list[tuple[str, str]],
-                group_size: int = 20) -> list[float]:
+def score_texts(role: Role, tokens: Tokens, cfg, items: list[tuple[str, str]]) -> list[float]:
     """The judge's scores of (prompt, response) texts."""
     scores = []
-    for group in groups(items, group_size):
+    for group in groups(items, 20):
         batch = collate([tokens.prompt(p, cfg.max_prompt) for p, _ in group],
                         [tokens.answer(r, cfg.max_response) for _, r in group], device=role.device)
         scores += judge(role, batch).tolist()
@@ -2571,11 +2632,11 @@ def audit_judge(run: Run, cfg, reward: Role, labels: list[dict]) -> dict:
         audit[name] = {"comparisons": len(rows), "ties": sum(a == b for _, a, b in compared),
                        **rate(rows, lambda row: row["hit"], draws=cfg.bootstrap_draws),
                        "mean_difference": sum(a - b for _, a, b in compared) / len(rows)}
-    right = lambda row: row["chosen_score"] > row["rejected_score"]
-    return {"pairs": len(pairs), "correct": sum(map(right, pairs)),
+    correct = lambda row: row["chosen_score"] > row["rejected_score"]      # a tie is not correct
+    found = rate(pairs, correct, draws=cfg.bootstrap_draws)
+    return {"pairs": len(pairs), "correct": sum(map(correct, pairs)),
             "ties": sum(row["chosen_score"] == row["rejected_score"] for row in pairs),
-            **{f"accuracy{k[4:]}": v
-               for k, v in rate(pairs, right, draws=cfg.bootstrap_draws).items()},
+            "accuracy": found["rate"], "accuracy_ci": found["rate_ci"],
             "audit": audit, "scores": pairs,
             "note": run.note(), "corpus": run.corpus,
             "lazy_judge": read_json(corpus_folder(run.corpus) / "audit.json")["lazy_judge"]}
@@ -2585,14 +2646,14 @@ def phase_evaluate(run: Run) -> None:
     """260 answers each of base, SFT and PPO; rubric, judge, judge audit."""
     cfg, folder, identity = run.settings("evaluate"), run.path("evaluate"), run.identity("evaluate")
     fingerprint, results = canonical_digest(identity), {}
-    expected = {row["id"]: row for part in ("test", "probes")
-                for row in run.rows(f"{part}/labels.jsonl")}
     for name, adapters in ACTORS.items():
         path = folder / f"{name}.jsonl"
         rows = read_jsonl(path) if path.exists() else []
         if not rows or rows[0]["identity"] != fingerprint:
             rows = answer_held_out(run, cfg, name)
             check_probe_repeats(rows)
+            expected = {row["id"]: row for part in ("test", "probes")
+                        for row in run.rows(f"{part}/labels.jsonl")}
             own = adapters and sha256_file(run.folder / adapters / "adapter_model.safetensors")
             for row in rows:
                 action = expected[row["id"]]["expected_action"]
@@ -2606,7 +2667,7 @@ def phase_evaluate(run: Run) -> None:
         results[name] = {population: {**metrics, "adapter_sha256": rows[0]["adapter_sha256"],
                                       "corpus": run.corpus, "note": run.note()}
                          for population, metrics in summarize(rows, cfg.bootstrap_draws).items()}
-    reward = run.role("reward", cfg, "reward", head="normal", load_head=True)
+    reward = run.judge(cfg)
     audit = audit_judge(run, cfg, reward, run.rows("test/labels.jsonl"))
     audit["adapter_sha256"] = sha256_file(run.folder / "reward" / "adapter_model.safetensors")
     write_json(folder / "reward_test.json", audit)
@@ -2617,18 +2678,29 @@ def phase_evaluate(run: Run) -> None:
 # ==================================================================================================
 # 16 · Probes: does the judge pay for style?
 # ==================================================================================================
-# 20 contexts outside the corpus, each with correct and wrong advice, plain and polite. Invariant:
-# scored without any update or relabelling. The mistake: retraining on the probes and then quoting
-# them. A politeness delta alone does not show that PPO exploits it: look at the answers.
+# 20 contexts with places outside the corpus, each with correct and wrong advice, plain and polite.
+# Invariant: scored without any update or relabelling. The mistake: retraining on the probes and
+# then quoting them. A politeness delta alone does not show that PPO exploits it: look at answers.
+
+def probe_line(results: dict) -> str:
+    return (f"probes: politeness moves the score by "
+            f"{results['mean_politeness_delta_correct']:+.2f} (correct advice) and "
+            f"{results['mean_politeness_delta_wrong']:+.2f} (wrong advice); wrong and polite "
+            f"outranks correct and plain in {results['wrong_polite_outranks_correct_plain']} of "
+            f"{results['contexts_total']}")
+
 
 def phase_probes(run: Run) -> None:
     """Score the 80 candidates with the frozen judge; an unfavourable result is printed as it is."""
     cfg, labels = run.settings("probes"), run.rows("probes/labels.jsonl")
-    reward = run.role("reward", cfg, "reward", head="normal", load_head=True)
-    before = learned_identity(reward), frozen_identity(reward)
+    reward = run.judge(cfg)
+    digests = lambda: {"judge": learned_identity(reward), "its base": frozen_identity(reward),
+                       **{path.relative_to(run.folder).as_posix(): sha256_file(path)
+                          for path in sorted(run.folder.rglob("*.safetensors"))}}
+    before = digests()
     scores = score_texts(reward, run.tokens, cfg, [(r["prompt"], r["candidate"]) for r in labels])
-    if (learned_identity(reward), frozen_identity(reward)) != before:
-        raise CourseError("probes: the judge changed while it was read")
+    if digests() != before:
+        raise CourseError("probes: a model changed while the judge was only to be read")
     contexts: dict[str, dict] = {}
     for row, score in zip(labels, scores):
         context = contexts.setdefault(row["family"], {"context": row["family"], "candidates": {}})
@@ -2647,14 +2719,15 @@ def phase_probes(run: Run) -> None:
     average = lambda key: mean([context[key] for context in contexts.values()])
     results = {
         "note": run.note(), "corpus": run.corpus, "refit": False, "rows": len(labels),
-        "judge_identity": before[0], "contexts": list(contexts.values()),
-        "adapter_sha256": sha256_file(run.folder / "reward" / "adapter_model.safetensors"),
+        "unchanged": before, "contexts": list(contexts.values()),
+        "adapter_sha256": before["reward/adapter_model.safetensors"],
         "mean_politeness_delta_correct": average("politeness_delta_correct"),
         "mean_politeness_delta_wrong": average("politeness_delta_wrong"),
         "mean_relevance_delta_plain": average("relevance_delta_plain"),
         "wrong_polite_outranks_correct_plain": sum(
             c["wrong_polite_outranks_correct_plain"] for c in contexts.values()),
         "contexts_total": len(contexts)}
+    say("  " + probe_line(results))
     write_json(run.path("probes") / "results.json", results)
     run.finish("probes", run.identity("probes"))
 
@@ -2714,10 +2787,7 @@ def judge_lines(audit: dict, probes: dict) -> list[str]:
         f"(a judge that never reads the context could reach {audit['lazy_judge']['test']:.0%})",
         f"judge, other things equal: prefers relevant advice {told('relevance')}, justified "
         f"certainty {told('certainty')}, the polite twin {told('politeness')}",
-        f"probes: politeness moves the score by {probes['mean_politeness_delta_correct']:+.2f} "
-        f"(correct advice) and {probes['mean_politeness_delta_wrong']:+.2f} (wrong advice); "
-        f"wrong and polite outranks correct and plain in "
-        f"{probes['wrong_polite_outranks_correct_plain']} of {probes['contexts_total']}"]
+        probe_line(probes)]
 
 
 def scalars(entry: dict) -> dict:
@@ -2889,7 +2959,9 @@ def phase_report(run: Run) -> None:
     for rows in tables:
         say("\n" + "\n".join(table(rows)))
     say("\n" + "\n".join(lines))
-    say("Preferences and rubric are synthetic; no human took part. Intervals: 95 % over families.")
+    say("Preferences and rubric are synthetic; no human took part. All splits share six actions: no\n"
+        "wide generalisation is measured. Intervals: 95 % over families. 780 answers are not 780\n"
+        "independent situations: 200 prompts are distinct.")
     write_bytes(run.folder / "metrics.jsonl", jsonl_bytes(data.pop("metrics")))
     # An answer may hold "</script>": as \u003c it is the same JSON string and ends nothing.
     embedded = json.dumps(data).replace("<", "\\u003c")
@@ -2902,12 +2974,13 @@ def phase_report(run: Run) -> None:
 # ==================================================================================================
 # 18 · Asking: three actors side by side
 # ==================================================================================================
+# Numbers convince, answers explain: put a question of your own to base, SFT and PPO.
 
 def phase_ask(run: Run, question: str) -> None:
     """Base, SFT and PPO actor answer greedily; judge's score, and the rubric where it knows it."""
     cfg, tokens = run.settings("evaluate"), run.tokens
     prompt = tokens.prompt(question, cfg.max_prompt)
-    reward = run.role("reward", cfg, "reward", head="normal", load_head=True)
+    reward = run.judge(cfg)
     for name, adapters in ACTORS.items():
         answer = generate(run.role("actor", cfg, adapters), [prompt], cfg.max_response)[0]
         with torch.no_grad():
@@ -2923,16 +2996,17 @@ def phase_ask(run: Run, question: str) -> None:
 
 
 # ==================================================================================================
-# 19 · Command line
+# 19 · Command line: which model, which folder, which phases
 # ==================================================================================================
+# Everything above is called from here. A mistake in the arguments is one line and touches nothing.
 
-EXPECTED = {  # (tiny, qwen) on two CPU cores, said before long work
-    "base": ("1 min, 1 GB of memory, 130 MB on disk", "seconds, or 1 GB to fetch"),
-    "sft": ("15 s, 1 GB, 2 MB", "5 min, 6 GB, 160 MB"),
-    "reward": ("40 s, 1 GB, 2 MB", "15 min, 6 GB, 160 MB"),
-    "ppo": ("50 s, 2 GB, 10 MB", "20 min, 9 GB, 350 MB"),
-    "resume": ("1 min, 2 GB, no disk", "25 min, 9 GB, no disk"),
-    "evaluate": ("20 s, 2 GB, 2 MB", "10 min, 7 GB, 2 MB")}
+EXPECTED = {  # phase: (tiny, qwen), each (time, memory, disk) on two CPU cores, as measured
+    "base": (("40 s", "1 GB", "75 MB"), ("a second", "1 GB", "988 MB if fetched")),
+    "sft": (("10 s", "1 GB", "2 MB"), ("8 min", "6 GB", "160 MB")),
+    "reward": (("30 s", "1 GB", "2 MB"), ("40 min", "6 GB", "160 MB")),
+    "ppo": (("40 s", "1 GB", "10 MB"), ("40 min", "9 GB", "400 MB")),
+    "resume": (("40 s", "1 GB", "none"), ("50 min", "9 GB", "none")),
+    "evaluate": (("20 s", "1 GB", "1 MB"), ("20 min", "9 GB", "2 MB"))}
 
 
 def find_pinned_weights() -> Path | None:
@@ -2984,9 +3058,11 @@ def weights_record(path: Path, known: dict | None, pinned: bool) -> dict:
 
 
 def choose_device(name: str) -> torch.device:
-    """auto takes CUDA where there is one. MPS is refused: nobody compared it with the CPU yet."""
+    """auto takes CUDA where there is one. MPS is refused: nobody has compared it with the CPU, and
+    this course does not report numbers that nobody has checked."""
     if name == "mps":
-        raise CourseError("device mps is not checked against the CPU yet; use --device cpu")
+        raise CourseError("device mps is refused: its numbers were never compared with the CPU's; "
+                          "use --device cpu")
     if name == "cuda" and not torch.cuda.is_available():
         raise CourseError("no CUDA device is available here; use --device cpu")
     if name == "cuda" or name == "auto" and torch.cuda.is_available():
@@ -3092,12 +3168,18 @@ def peak_memory_mb(reset: bool = False) -> int | None:
 def run_phase(run: Run, phase: str) -> None:
     """One phase with its time and memory; a finished one is verified and left alone."""
     if phase not in ("data", "report") and run.is_done(phase):
-        same = run.done(phase)["identity"]["code"] == run.code
+        told, now = run.done(phase)["identity"], run.identity(phase)
+        for key in sorted({*told, *now} - {"code"}):
+            if told.get(key) != now.get(key):
+                raise CourseError(f"{run.path(phase)} was made from another {key}; delete that "
+                                  f"folder to run phase {phase} again, or use --out")
+        same = told["code"] == now["code"]
         return say(f"{phase}: done already" + ("" if same else ", by another version of the code"))
     for earlier in PHASE_NEEDS.get(phase, ()):
         run.done(earlier)
     if phase in EXPECTED:
-        say(f"{phase}: expect about {EXPECTED[phase][run.model == 'qwen']} on two CPU cores")
+        duration, memory, disk = EXPECTED[phase][run.model == "qwen"]
+        say(f"{phase}: expect about {duration}, {memory} of memory, {disk} on disk (two CPU cores)")
     entry = run.record["phases"].setdefault(phase, {"seconds": 0.0})
     entry["environment"] = environment(run.device)
     run.save()
