@@ -2959,9 +2959,9 @@ def phase_report(run: Run) -> None:
     for rows in tables:
         say("\n" + "\n".join(table(rows)))
     say("\n" + "\n".join(lines))
-    say("Preferences and rubric are synthetic; no human took part. All splits share six actions: no\n"
-        "wide generalisation is measured. Intervals: 95 % over families. 780 answers are not 780\n"
-        "independent situations: 200 prompts are distinct.")
+    say("Preferences and rubric are synthetic; no human took part. All splits share six actions:\n"
+        "no wide generalisation is measured. Intervals: 95 % over families. 780 answers are not\n"
+        "780 independent situations: 200 prompts are distinct.")
     write_bytes(run.folder / "metrics.jsonl", jsonl_bytes(data.pop("metrics")))
     # An answer may hold "</script>": as \u003c it is the same JSON string and ends nothing.
     embedded = json.dumps(data).replace("<", "\\u003c")

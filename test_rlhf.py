@@ -676,8 +676,8 @@ def test_config_has_the_contracts_fields_and_values():
     for name, value in CONTRACT_FIELDS.items():
         assert config[name] == value and type(config[name]) is type(value), name
     for model, changes in rlhf.MODEL_DEFAULTS.items():
-        allowed = {"sft_lr", "reward_lr", "ppo_actor_lr", "ppo_critic_lr", "dtype"}
-        assert set(changes) <= allowed, f"{model} may differ in learning rates and dtype only"
+        allowed = {"sft_lr", "reward_lr", "ppo_actor_lr", "ppo_critic_lr", "dtype", "sft_answers"}
+        assert set(changes) <= allowed, f"{model} may differ in rates, dtype and what is reported"
     assert rlhf.MODEL_DEFAULTS["qwen"].get("dtype", Config().dtype) == "bfloat16"
     assert rlhf.MODEL_DEFAULTS["tiny"]["dtype"] == "float32"
 
@@ -4067,7 +4067,8 @@ def test_another_thread_count_or_version_is_said_loudly_and_ends_the_claim(
     status, out, err = mini_main("--phase", "ppo", "--out", folder)
     assert status == 0, out + err
     caveats = mini_json(folder / "ppo" / "history.json")["caveats"]
-    for text in ("threads is now 7, it was 1", f"torch is now 9.9.9, it was {torch.__version__}"):
+    for text in ("threads is 7 now, it was 1",
+                 f"torch is 9.9.9 now, it was {torch.__version__}"):
         assert any("WARNING" in line and text in line for line in out.splitlines())
         assert any(text in caveat for caveat in caveats)
 
@@ -4648,7 +4649,7 @@ def test_the_probe_exercise_follows_from_its_80_scores_and_refits_nothing(mini_c
         c["wrong_polite_outranks_correct_plain"] for c in found["contexts"])
     run = mini_run(mini_course.folder)
     judge = run.role("reward", run.settings("probes"), "reward", head="normal", load_head=True)
-    assert found["judge_identity"] == rlhf.learned_identity(judge)
+    assert found["unchanged"]["judge"] == rlhf.learned_identity(judge)
 
 
 @pytest.mark.parametrize("taste, outranks, delta", [((0, 1, 0), 20, 1.0), ((1, 0.25, 0), 0, 0.25),
