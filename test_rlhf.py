@@ -135,7 +135,7 @@ def test_logits_are_bitwise_those_of_live_transformers(
                 f"{dtype}, {T} tokens, left padding"
 
 
-def test_transformers_and_qwen_read_each_others_config(tmp_path):
+def test_live_transformers_and_qwen_read_each_others_config(tmp_path):
     transformers = pytest.importorskip("transformers")
     config = tiny_config(14, 2)
     write_checkpoint(tmp_path, config)
@@ -2065,7 +2065,7 @@ def toy_checkpoint(folder, model):
     save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_peft_loads_our_saved_actor_and_gives_the_same_logits(tmp_path):
+def test_live_peft_loads_our_saved_actor_and_gives_the_same_logits(tmp_path):
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     toy_checkpoint(tmp_path / "base", toy_model())
     role = toy_disturb(toy_role())
@@ -2081,7 +2081,7 @@ def test_peft_loads_our_saved_actor_and_gives_the_same_logits(tmp_path):
     assert torch.equal(ours, expected), (ours - expected).abs().max()
 
 
-def test_peft_loads_our_saved_judge_and_its_scores_are_ours_minus_the_bias(tmp_path):
+def test_live_peft_loads_our_saved_judge_and_its_scores_are_ours_minus_the_bias(tmp_path):
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     toy_checkpoint(tmp_path / "base", toy_model())
     role = toy_disturb(toy_role("reward", "normal", trainable=False))

@@ -11,8 +11,7 @@ responses = [response for rollout in rollouts for response in rollout["responses
 phases = read("run.json")["phases"]
 answers = [len((run / f"evaluation/{name}.jsonl").read_text("utf-8").splitlines())
            for name in ("base", "sft", "ppo")]
-greedy = [entry["greedy_rubric_success"] for entry in (sft["before"], sft["validation"][-1])
-          ]
+greedy = [entry["greedy_rubric_success"] for entry in (sft["before"], sft["validation"][-1])]
 scores = [entry["mean_score"] for entry in ppo["iterations"]]
 claims = {
     "63 SFT updates": len(sft["updates"]) == 63,
