@@ -885,7 +885,9 @@ class LoRALinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         base = self.base(x)                                                          # [..., out]
         branch = self.lora_B(self.lora_A(x.float()))                                 # [..., out]
-        return (base + self.scaling * branch).to(base.dtype)
+        # In place: in FP32 the branch is the largest tensor of a pass, and each copy of it would
+        # cost about as much as the matrix product above.
+        return branch.mul_(self.scaling).add_(base).to(base.dtype)
 
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
