@@ -206,15 +206,17 @@ SHARES = {"warmup_ratio", "min_lr_ratio", "gamma", "lam", "base_relevance", "bas
           "base_prompt_weight"}     # at most 1
 
 
+BOUNDS = {"clip", "grad_clip"}      # above 0
+
+
 def sensible(name: str, value: int | float | str) -> bool:
     """Counts are at least 1, other numbers at least 0, and what bounds a step is above 0."""
     if name == "dtype":
         return value in ("float32", "bfloat16")
     if isinstance(value, int):
-        return (0 if name.endswith("seed") else 1) <= value < 2**31
-    if name in ("clip", "grad_clip"):
-        return 0 < value < math.inf
-    return 0 <= value <= (1 if name in SHARES else sys.float_info.max)
+        most = {"lora_rank": 4096, "bootstrap_draws": 10**6}.get(name, 2**31 - 1)
+        return (0 if name.endswith("seed") else 1) <= value <= most
+    return 0 <= value <= (1 if name in SHARES else 1e9) and (value > 0 or name not in BOUNDS)
 
 
 def parse_settings(settings: list[str]) -> dict:
@@ -287,8 +289,13 @@ def jsonl_bytes(rows: list[dict]) -> bytes:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
 
 
-def say(text: str) -> None:
-    print(text, flush=True)
+def say(text: str, stream=None) -> None:
+    """Print a line now. A reader that left (| head, | tee after Ctrl-C) does not stop the work."""
+    stream = stream or sys.stdout
+    try:
+        print(text, file=stream, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def clock(seconds: float) -> str:
@@ -1295,8 +1302,8 @@ def environment(device: torch.device) -> dict:
 
 
 def environment_changes(before: dict, device: torch.device) -> list[str]:
-    return [f"{key} is {value} now, it was {before[key]}"
-            for key, value in environment(device).items() if value != before[key]]
+    return [f"{key} is {value} now, it was {before.get(key)}"
+            for key, value in environment(device).items() if value != before.get(key)]
 
 
 class Training:
@@ -1558,7 +1565,10 @@ class StopRequest:
         self.requested = number
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.write(2, b"stopping after what is in hand (once more: at once)\n")  # print may be busy
+        # Not print: it may be busy in the very code that was interrupted. And if nobody reads any
+        # more (| tee got the same Ctrl-C), saving goes before saying.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            os.write(sys.stderr.fileno(), b"stopping after what is in hand (once more: at once)\n")
 
     def check(self, where: str, next_time: str = "goes on from there") -> None:
         if self.requested:
@@ -1584,6 +1594,7 @@ def code_identity() -> str:
     return digest.hexdigest()
 
 
+WRITTEN = {".json", ".jsonl", ".gz", ".safetensors", ".html"}
 PHASE_FOLDERS = {phase: phase for phase in PHASES} | {"evaluate": "evaluation"}
 PHASE_DATA = {
     "sft": ("train/demonstrations.jsonl", "validation/preferences.jsonl"),
@@ -1662,6 +1673,12 @@ class Run:
                               f"--phase {phase}")
         if phase not in self.verified:
             done = read_json(self.path(phase) / "done.json")
+            if not isinstance(done, dict) or done.get("phase") != phase \
+                    or not all(isinstance(done.get(key), dict) for key in ("files", "identity")) \
+                    or (not done["files"] if phase != "base" else
+                        not isinstance(done.get("weights_sha256"), str)):
+                raise CourseError(f"{self.path(phase) / 'done.json'} is not what this program "
+                                  f"writes; delete {self.path(phase)} and run the phase again")
             for name, digest in done["files"].items():
                 path = self.path(phase) / name
                 if not path.is_file() or sha256_file(path) != digest:
@@ -1717,8 +1734,8 @@ class Run:
 
     # -- what phases load --------------------------------------------------------------------------
     def load_base(self, dtype: str) -> Qwen2:
-        folder = HERE if self.model == "qwen" else self.base_file.parent
-        config = read_native(Qwen2Config.from_json, folder / "config.json")
+        config = pinned_config() if self.model == "qwen" else \
+            read_native(Qwen2Config.from_json, self.base_file.parent / "config.json")
         return read_native(load_qwen2, self.base_file, config, dtype=getattr(torch, dtype),
                            device=self.device)
 
@@ -1744,7 +1761,10 @@ class Run:
 def run_lock(folder: Path):
     """One process a run folder: two would write into each other's states. Windows has no fcntl;
     there it is up to the user."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise CourseError(f"{folder} is not a folder; choose another --out") from None
     with open(folder / ".lock", "w") as stream:
         if fcntl is not None:
             try:
@@ -1752,9 +1772,24 @@ def run_lock(folder: Path):
             except BlockingIOError:
                 raise CourseError(f"another process is working in {folder}; wait for it, or use "
                                   "another folder (--out)") from None
-        for leftover in folder.rglob(".*.tmp"):     # of a process that was killed while writing
-            leftover.unlink()
+        # What a process left that was killed while writing; only where and as this program writes.
+        for place in (folder, *(folder / name for name in PHASE_FOLDERS.values())):
+            for leftover in place.glob(".*.tmp") if place == folder else place.rglob(".*.tmp"):
+                if Path(leftover.stem).suffix in WRITTEN and leftover.is_file():
+                    leftover.unlink()
         yield
+
+
+def sealed_state(path: Path, phase: str) -> dict:
+    """A state that Run.sealed gave its identity, of this phase and no other."""
+    state = load_state(path)
+    parts = state if isinstance(state, dict) else {}
+    if not all(isinstance(parts.get(key), dict) for key in ("identity", "environment")):
+        raise CourseError(f"{path} is no state of this program: identity or environment is missing;"
+                          " delete it to start that phase again")
+    if state.get("phase") != phase:
+        raise CourseError(f"{path} is a state of phase {state.get('phase')}, not {phase}")
+    return state
 
 
 def start_or_resume(run: Run, training: Training) -> bool:
@@ -1762,7 +1797,7 @@ def start_or_resume(run: Run, training: Training) -> bool:
     path = run.path(training.phase) / "state.pt.gz"
     if not path.exists():
         return True
-    state = load_state(path)
+    state = sealed_state(path, training.phase)
     caveats = run.check_identity(state["identity"], training.phase, path)
     training.restore(state, path)
     caveats += environment_changes(state["environment"], training.device)
@@ -2397,6 +2432,16 @@ def make_ppo(run: Run, write=None) -> dict:
             "describe": describe, "sample": sample}
 
 
+def check_rollouts(folder: Path, training: Training) -> None:
+    """Every iteration of the history still has its rollout file, unchanged."""
+    for entry in training.history["iterations"]:
+        path = folder / "rollouts" / f"{entry['iteration']:04d}.json"
+        if not path.exists() or \
+                canonical_digest(read_json(path)["responses"]) != entry["rollouts_sha256"]:
+            raise CourseError(f"{path} is missing or was changed since PPO wrote it; restore it, "
+                              f"or delete {folder} to start PPO again")
+
+
 def phase_ppo(run: Run) -> None:
     """100 iterations: 400 responses, 200 actor and 200 critic updates."""
     folder = run.path("ppo")
@@ -2405,8 +2450,10 @@ def phase_ppo(run: Run) -> None:
             folder / "rollouts" / f"{rollouts['iteration']:04d}.json", rollouts))
         training = parts["training"]
         start_or_resume(run, training)
+        check_rollouts(folder, training)
         train(run, **parts)
         training.check_identities()
+        check_rollouts(folder, training)
         finish_learning(run, training, {"actor": folder / "actor", "critic": folder / "critic"})
 
 
@@ -2424,7 +2471,7 @@ MAKERS = {"sft": make_sft, "reward": make_reward, "ppo": make_ppo}
 def prove_resume(run: Run, phase: str) -> dict:
     """Continue the kept state of `phase` and compare the end with the main run's, bit for bit."""
     folder = run.path(phase)
-    kept, final = (load_state(folder / name) for name in (KEPT_STATE, "state.pt.gz"))
+    kept, final = (sealed_state(folder / name, phase) for name in (KEPT_STATE, "state.pt.gz"))
     caveats = run.check_identity(kept["identity"], phase, folder / KEPT_STATE)
     with held_out_guard(run, phase):
         parts = MAKERS[phase](run)
@@ -2447,8 +2494,8 @@ def phase_resume(run: Run) -> None:
         run.done(phase)
         path = run.path("resume") / f"{phase}.json"
         told = read_json(path) if path.exists() else {}
-        if told.get("status") == "PASS" \
-                and told["identity"] == canonical_digest(run.identity("resume")):
+        if isinstance(told, dict) and told.get("status") == "PASS" \
+                and told.get("identity") == canonical_digest(run.identity("resume")):
             continue        # proven by a call that was stopped later
         proof = prove_resume(run, phase)
         write_json(path, proof)
@@ -2651,7 +2698,10 @@ def phase_evaluate(run: Run) -> None:
     for name, adapters in ACTORS.items():
         path = folder / f"{name}.jsonl"
         rows = read_jsonl(path) if path.exists() else []
-        if not rows or rows[0]["identity"] != fingerprint:
+        asked = [row["id"] for part in ("test", "probes")
+                 for row in run.rows(f"{part}/prompts.jsonl")]
+        if [row.get("id") for row in rows] != asked \
+                or any(row.get("identity") != fingerprint for row in rows):
             rows = answer_held_out(run, cfg, name)
             check_probe_repeats(rows)
             expected = {row["id"]: row for part in ("test", "probes")
@@ -2772,10 +2822,11 @@ def result_table(results: dict) -> list[list[str]]:
 
 def time_table(run: Run) -> list[list[str]]:
     rows = [["phase", "seconds", "peak memory"]]
-    for phase, entry in run.record["phases"].items():
+    phases = {name: e for name, e in run.record["phases"].items() if name != "report"}
+    for phase, entry in phases.items():
         memory = entry.get("peak_memory_mb")
         rows.append([phase, f"{entry['seconds']:.1f}", f"{memory} MB" if memory else "unknown"])
-    total = sum(entry["seconds"] for entry in run.record["phases"].values())
+    total = sum(entry["seconds"] for entry in phases.values())
     return rows + [["sum", f"{total:.1f}", ""]]
 
 
@@ -2968,6 +3019,8 @@ def phase_report(run: Run) -> None:
     # An answer may hold "</script>": as \u003c it is the same JSON string and ends nothing.
     embedded = json.dumps(data).replace("<", "\\u003c")
     template = (DATA / "report_template.html").read_text(encoding="utf-8")
+    if "/*DATA*/null" not in template:
+        raise CourseError(f"{DATA / 'report_template.html'} has no place for the data; restore it")
     page = template.replace("/*DATA*/null", embedded, 1)
     write_bytes(run.folder / "report.html", page.encode())
     say(f"see {run.folder / 'report.html'} and {run.folder / 'metrics.jsonl'}")
@@ -3028,12 +3081,22 @@ def fetch_pinned_weights() -> Path:
     try:
         return Path(huggingface_hub.hf_hub_download(PINNED_REPOSITORY, "model.safetensors",
                                                     revision=PINNED_COMMIT))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+    # HfHubHTTPError's own base is what the HTTP client raises for a senseless endpoint or proxy.
+    except (HfHubHTTPError.__mro__[1], LocalEntryNotFoundError, OSError, ValueError,
+            ImportError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CourseError(
             f"the pinned weights could not be fetched ({reason}). By hand: download "
             f"{PINNED_ADDRESS}model.safetensors (988 MB) and put it at "
             f"{DATA / 'model.safetensors'}; or go on with --model tiny") from None
+
+
+def pinned_config() -> Qwen2Config:
+    path = HERE / "config.json"
+    if not path.is_file() or sha256_file(path) != PINNED_SHA256["config.json"]:
+        raise CourseError(f"{path} is not the pinned config.json ({PINNED_BYTES['config.json']} "
+                          f"bytes); take it from {PINNED_ADDRESS}config.json")
+    return Qwen2Config.from_json(path)
 
 
 def weights_record(path: Path, known: dict | None, pinned: bool) -> dict:
@@ -3050,8 +3113,7 @@ def weights_record(path: Path, known: dict | None, pinned: bool) -> dict:
                           f"{PINNED_BYTES['model.safetensors']}; {remedy}")
     if not known or any(known[key] != value for key, value in facts.items()):
         if not pinned:   # names and shapes, by the header; no weight is read
-            read_native(load_qwen2, path, Qwen2Config.from_json(HERE / "config.json"),
-                        device="meta")
+            read_native(load_qwen2, path, pinned_config(), device="meta")
         known = facts | {"sha256": sha256_file(path)}
     if pinned and known["sha256"] != PINNED_SHA256["model.safetensors"]:
         raise CourseError(f"{path} has sha256 {known['sha256']}, the pinned weights have "
@@ -3098,17 +3160,42 @@ def choose_model(args, stored: dict) -> tuple[str, str]:
                     "them (988 MB)")
 
 
+def read_record(folder: Path | None) -> dict:
+    """run.json of a folder, {} if there is none. CourseError names the first field that can't be
+    right: a damaged file, or one of another version of this script."""
+    if not folder or not (folder / "run.json").exists():
+        return {}
+    record = read_json(folder / "run.json")
+    get = record.get if isinstance(record, dict) else lambda key: None
+    defaults = {f.name: f.default for f in dataclasses.fields(Config)}
+    entry_is_sound = lambda e: isinstance(e, dict) and isinstance(e.get("seconds"), (int, float))
+    weights = {"path": str, "bytes": int, "mtime_ns": int, "inode": int, "sha256": str,
+               "pinned": bool}
+    sound = {
+        "model": get("model") in MODEL_DEFAULTS, "corpus": get("corpus") in ("v1", "v2"),
+        "phases": isinstance(get("phases"), dict) and all(map(entry_is_sound,
+                                                              get("phases").values())),
+        "weights": get("model") != "qwen" or isinstance(get("weights"), dict) and all(
+            isinstance(get("weights").get(key), kind) for key, kind in weights.items()),
+        "config": isinstance(get("config"), dict), **{
+            f"config.{name}": type(value) is type(defaults.get(name)) and sensible(name, value)
+            for name, value in (get("config") if isinstance(get("config"), dict) else {}).items()}}
+    for name, holds in sound.items():
+        if not holds:
+            raise CourseError(f"{folder / 'run.json'}: {name} is missing, damaged or of another "
+                              "version of this script; restore the file or use another --out")
+    return record
+
+
 def open_run(args) -> Run:
     """Find or begin the run folder that the arguments speak of."""
     changes = parse_settings(args.set)
-    record_of = lambda folder: read_json(folder / "run.json") \
-        if folder and (folder / "run.json").exists() else {}
-    stored = record_of(args.out)
+    stored = read_record(args.out)
     model, why = choose_model(args, stored)
     if not args.out:
         revision = "" if args.corpus in (None, "v1") else f"-{args.corpus}"
         args.out = HERE / "out" / (model + revision)
-        stored = record_of(args.out)
+        stored = read_record(args.out)
     corpus = args.corpus or stored.get("corpus", "v1")
     if stored and corpus != stored["corpus"]:
         raise CourseError(f"{args.out} holds a run on corpus {stored['corpus']}, not {corpus}; "
@@ -3120,7 +3207,7 @@ def open_run(args) -> Run:
     if model == "qwen":
         record["weights"] = find_weights(args, record)
     if stored:
-        config = Config(**stored["config"])
+        config = Config(**{**MODEL_DEFAULTS[model], **stored["config"]})
     else:
         defaults = dict(MODEL_DEFAULTS[model])
         if model == "qwen" and not has_bf16_units(device):
@@ -3182,6 +3269,8 @@ def run_phase(run: Run, phase: str) -> None:
     if phase in EXPECTED:
         duration, memory, disk = EXPECTED[phase][run.model == "qwen"]
         say(f"{phase}: expect about {duration}, {memory} of memory, {disk} on disk (two CPU cores)")
+    if not run.path(phase).exists():      # not a continuation: its time starts at 0
+        run.record["phases"].pop(phase, None)
     entry = run.record["phases"].setdefault(phase, {"seconds": 0.0})
     entry["environment"] = environment(run.device)
     run.save()
@@ -3203,6 +3292,13 @@ PHASE_FUNCTIONS = {
     "report": phase_report}
 
 
+def named_path(text: str) -> Path:
+    """A path that was really typed: an unset shell variable would mean the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty")
+    return Path(text)
+
+
 def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rlhf.py", formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -3211,9 +3307,10 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--phase", choices=[*PHASES, "all", "ask"], required=True)
     parser.add_argument("--model", choices=["auto", "qwen", "tiny"], default="auto")
     parser.add_argument("--corpus", choices=["v1", "v2"], help="default: the folder's, else v1")
-    parser.add_argument("--weights", type=Path, metavar="PATH",
+    parser.add_argument("--weights", type=named_path, metavar="PATH",
                         help="another safetensors file of qwen's shape")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="run folder (out/<model>[-v2])")
+    parser.add_argument("--out", type=named_path, metavar="DIR",
+                        help="run folder (out/<model>[-v2])")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda", "mps"], default="auto")
     parser.add_argument("--set", action="append", default=[], metavar="name=value",
                         help="any config field, repeatable")
@@ -3226,6 +3323,8 @@ def command_line() -> argparse.ArgumentParser:
 def execute(args) -> None:
     if (args.prompt is None) == (args.phase == "ask"):
         raise UsageError("--prompt TEXT goes with --phase ask, and --phase ask needs it")
+    if args.prompt and any("\ud800" <= letter <= "\udfff" for letter in args.prompt):
+        raise UsageError("--prompt is not valid UTF-8 text")
     torch.set_deterministic_debug_mode("error")
     run = open_run(args)
     with run_lock(run.folder):
@@ -3247,6 +3346,9 @@ def execute(args) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; 0 done, 1 an expected failure, 2 a usage error, 130/143 stopped."""
     argv = sys.argv[1:] if argv is None else argv
+    for stream in (sys.stdout, sys.stderr):     # an answer may hold what a terminal can't show
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     parser = command_line()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     if not argv:
@@ -3257,7 +3359,7 @@ def main(argv: list[str] | None = None) -> int:
     except SystemExit as end:            # argparse has printed its message
         return int(end.code or 0)
     except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", sys.stderr)
         return 2
     except Stopped as stop:
         say(f"{stop}")
@@ -3266,7 +3368,11 @@ def main(argv: list[str] | None = None) -> int:
         say("stopped at once; the same command goes on from the last save")
         return 130
     except (CourseError, OSError) as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        say("error: " + " ".join(str(error).split()), sys.stderr)
+        return 1
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        say(f"error: out of memory ({str(error)[:80]}); lower eval_batch or micro_batch (--set)",
+            sys.stderr)
         return 1
     finally:
         for number, handler in handlers.items():

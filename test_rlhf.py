@@ -4786,6 +4786,94 @@ def test_default_folders_lie_beside_the_script_and_typed_ones_in_the_current_fol
         assert mini_digest(course / "data" / name) == mini_digest(HERE / "data" / name)
 
 
+# ---- What broke it once: damaged folders, and readers that leave ----
+
+def mini_change(path, change):
+    value = mini_json(path)
+    change(value)
+    path.write_text(json.dumps(value), encoding="utf-8")
+
+
+@pytest.mark.parametrize("name, change", [
+    ("model", lambda r: r.pop("model")), ("model", lambda r: r.update(model="foo")),
+    ("corpus", lambda r: r.update(corpus="v3")), ("phases", lambda r: r["phases"].update(sft=3)),
+    ("config", lambda r: r.pop("config")), ("config.sft_lr", lambda r: r["config"].update(sft_lr="x")),
+    ("config.from_the_future", lambda r: r["config"].update(from_the_future=1))])
+def test_a_run_json_that_cannot_be_right_is_refused_by_field(mini_copy, name, change):
+    folder = mini_copy("base")
+    mini_change(folder / "run.json", change)
+    assert f"{name} is missing, damaged or of another version" in mini_refusal(
+        "--phase", "report", "--out", folder)
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"phase": "sft", "identity": {}, "files": []}',
+                                     '{"phase": "sft", "identity": {}, "files": {}}'])
+def test_a_done_json_of_another_shape_is_refused(mini_copy, content):
+    folder = mini_copy("base", "sft")
+    (folder / "sft" / "done.json").write_text(content, encoding="utf-8")
+    assert "not what this program writes" in mini_refusal("--phase", "sft", "--out", folder)
+
+
+@pytest.mark.parametrize("value", [[1], {"a": 1}])
+def test_a_sound_file_that_holds_no_state_is_refused(mini_copy, value):
+    folder = mini_copy("base")
+    rlhf.save_state(folder / "sft" / "state.pt.gz", value)
+    assert "is no state of this program" in mini_refusal("--phase", "sft", "--out", folder)
+
+
+def test_a_state_of_another_phase_is_named(mini_course, mini_copy):
+    folder = mini_copy("base")
+    (folder / "sft").mkdir()
+    shutil.copy(mini_course.folder / "reward" / "state.pt.gz", folder / "sft" / "state.pt.gz")
+    assert "is a state of phase reward, not sft" in mini_refusal("--phase", "sft", "--out", folder)
+
+
+def test_ppo_does_not_finish_without_a_rollout_that_it_learned_from(mini_copy, mini_signal):
+    folder = mini_copy("base", "sft", "reward")
+    mini_stop_ppo(folder, mini_signal)
+    (folder / "ppo" / "rollouts" / "0001.json").unlink()
+    assert "0001.json is missing or was changed" in mini_refusal("--phase", "ppo", "--out", folder)
+
+
+def test_a_changed_config_json_is_no_pinned_model(tmp_path, monkeypatch):
+    config = (HERE / "config.json").read_text(encoding="utf-8")
+    (tmp_path / "config.json").write_text(config.replace("1000000.0", "10.0"), encoding="utf-8")
+    monkeypatch.setattr(rlhf, "HERE", tmp_path)
+    with pytest.raises(CourseError, match="is not the pinned config.json"):
+        rlhf.pinned_config()
+
+
+def test_only_leftovers_of_this_program_are_cleaned(tmp_path):
+    ours, others = [tmp_path / "ppo" / ".state.pt.gz.tmp", tmp_path / ".run.json.tmp"], [
+        tmp_path / "sub" / ".notes.tmp", tmp_path / "sub" / ".run.json.tmp", tmp_path / ".a.tmp"]
+    for path in ours + others:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("x", encoding="utf-8")
+    with rlhf.run_lock(tmp_path):
+        assert [path.exists() for path in ours + others] == [False] * 2 + [True] * 3
+
+
+@pytest.mark.parametrize("argv", [
+    ["--phase", "ask", "--prompt", "\udcff"], ["--phase", "data", "--out", ""],
+    ["--phase", "data", "--set", "lora_rank=2000000000"],
+    ["--phase", "data", "--set", "sft_lr=1e300"],
+    ["--phase", "data", "--set", "bootstrap_draws=2000000000"]])
+def test_what_cannot_be_meant_is_a_usage_error(argv, capsys):
+    assert rlhf.main(argv) == 2 and capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT for another process")
+def test_ctrl_c_saves_although_nobody_reads_any_more(mini_copy):
+    """`... 2>&1 | tee log`: the same Ctrl-C ends tee first, and every print then fails."""
+    folder = mini_copy("base", "sft", "reward")
+    process = mini_process("--phase", "ppo", "--out", folder)
+    mini_wait_for(process, "ppo: expect")
+    process.stdout.close()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+    assert mini_state(folder / "ppo" / "state.pt.gz")["next"] >= 1
+
+
 # ==================================================================================================
 # Section 17: the report page
 # ==================================================================================================
@@ -5020,7 +5108,8 @@ def test_report_of_a_stopped_run_says_what_is_missing(tmp_path, reached):
 
 def test_report_of_a_changed_file_is_refused(tmp_path):
     run = report_run(tmp_path, "all")
-    rlhf.write_json(tmp_path / "probes" / "done.json", {"files": {"results.json": "0" * 64}})
+    rlhf.write_json(tmp_path / "probes" / "done.json", {
+        "phase": "probes", "identity": {}, "files": {"results.json": "0" * 64}})
     with pytest.raises(rlhf.CourseError, match="results.json is missing or was changed"):
         rlhf.phase_report(run)
 
