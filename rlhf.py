@@ -181,7 +181,7 @@ class Config:
 
 MODEL_DEFAULTS = {
     "qwen": {},
-    "tiny": {"sft_lr": 1e-3, "sft_answers": 180, "reward_lr": 5e-4, "ppo_actor_lr": 1e-4,
+    "tiny": {"sft_lr": 1e-3, "sft_answers": 180, "reward_lr": 5e-4, "ppo_actor_lr": 3e-4,
              "ppo_critic_lr": 2e-3, "dtype": "float32"}}
 SHARED_FIELDS = ("seed", "dtype", "lora_rank", "lora_alpha", "max_prompt", "max_response",
                  "weight_decay", "warmup_ratio", "min_lr_ratio", "grad_clip")
