@@ -2357,7 +2357,7 @@ def ppo_iteration(training: Training, prompts: list[tuple[str, list[int]]],
     policy = learned_identity(training.roles["actor"])
     picked = [prompts[i] for i in training.draw(training.cfg.ppo_prompts, len(prompts), fill=True)]
     rollouts = collect_rollouts(training, picked, tokens, seconds)
-    batch, mask, records = rollouts.batch, rollouts.batch.mask, rollouts.records
+    batch, records = rollouts.batch, rollouts.records
     entry = {"iteration": number, "policy": policy, "prompt_ids": [name for name, _ in picked]}
     if number == 1:
         with torch.no_grad():  # one full forward beside the decoder's: how far apart are they?
