@@ -278,32 +278,36 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(H, nKV * D, bias=True)
         self.o_proj = nn.Linear(nH * D, H, bias=False)
 
-    def forward(self, x, cos, sin, mask, layer, cache):
-        B, T, _ = x.shape
-        q = self.q_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # [B, nH, T, D]
-        k = self.k_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # [B, nKV, T, D]
-        v = self.v_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # [B, nKV, T, D]
+    def forward(self, x, cos, sin, mask, layer, cache, tree):
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if tree is not None:  # who looks at whom is a matter of rows
+            q, k, v = tree.to_rows(q), tree.to_rows(k), tree.to_rows(v)
+        B, T, _ = q.shape
+        q = q.view(B, T, -1, self.head_dim).transpose(1, 2)  # [B, nH, T, D]
+        k = k.view(B, T, -1, self.head_dim).transpose(1, 2)  # [B, nKV, T, D]
+        v = v.view(B, T, -1, self.head_dim).transpose(1, 2)  # [B, nKV, T, D]
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)  # values carry no position
         if cache is not None:
             k, v = cache.extend(layer, k, v)  # [B, nKV, S, D], the keys already rotated
-        k, v = self.share(k), self.share(v)  # [B, nH, S, D]
 
-        scores = (q @ k.transpose(2, 3)) * self.head_dim**-0.5  # [B, nH, T, S]
+        # Each key/value head serves `group` *neighbouring* query heads: 0 0 0 1 1 1. Either it is
+        # repeated for them (n = nH), as the reference does, to whom a plain call is equal bit for
+        # bit; or their queries are stacked for it (n = nKV), which needs no copies.
+        if cache is None and tree is None:
+            k, v = k.repeat_interleave(self.group, 1), v.repeat_interleave(self.group, 1)
+        n, S = k.shape[1:3]
+        q = q.reshape(B, n, -1, self.head_dim)  # [B, n, nH / n * T, D]
+        scores = (q @ k.transpose(2, 3)).view(B, -1, T, S) * self.head_dim**-0.5  # [B, nH, T, S]
         if mask is not None:
             scores = scores + mask
         # Exponentials and their sum in FP32: a long sum in BF16 stops growing when its terms fall
         # below half a unit of its last place. Only the finished weights are rounded.
         weights = scores.softmax(dim=-1, dtype=torch.float32).to(q.dtype)  # [B, nH, T, S]
-        mixed = (weights @ v).transpose(1, 2).reshape(B, T, -1)  # [B, T, nH * D]
-        return self.o_proj(mixed)
-
-    def share(self, x):
-        """Give every key/value head to its `group` *neighbouring* query heads: 0 0 0 1 1 1."""
-        if self.group == 1:
-            return x
-        B, nKV, S, D = x.shape
-        x = x[:, :, None].expand(B, nKV, self.group, S, D)
-        return x.reshape(B, nKV * self.group, S, D)  # [B, nH, S, D]
+        mixed = weights.view(B, n, -1, S) @ v  # [B, n, nH / n * T, D]
+        mixed = mixed.view(B, -1, T, self.head_dim).transpose(1, 2).reshape(B, T, -1)
+        if tree is not None:
+            mixed = tree.to_nodes(mixed)
+        return self.o_proj(mixed)  # [B, T, nH * D] -> [B, T, H]
 
 
 class MLP(nn.Module):
@@ -335,7 +339,50 @@ class Block(nn.Module):
 
 
 # --------------------------------------------------------------------------------------------------
-# 6. The model. Its modules bear the checkpoint's names, so loading needs no table of renames.
+# 6. Rows that begin alike. Attention is causal: a token's state depends on the tokens up to it and
+#    on nothing else. So rows agree, state by state, as long as their tokens do. Eight training
+#    prompts open with the same system turn, and the two answers of a pair follow one prompt: of the
+#    tokens of such a batch about half are repeats. Each distinct beginning is computed once.
+# --------------------------------------------------------------------------------------------------
+
+
+class PrefixTree:
+    """The rows of a batch as a tree; a node is one distinct beginning, known by its last token.
+
+        row 0   a b c d        node   0 1 2 3         N = 6 nodes instead of 8 tokens. Norms,
+        row 1   a b e f               0 1 4 5         projections and MLP see [1, N, H], attention
+                                                      sees rows [B, T, H] again
+
+    Padding has no node; where rows need a value it gets that of node 0, and nobody may look at it.
+    """
+
+    def __init__(self, input_ids, attention_mask=None):
+        real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        nodes = {}  # (parent's node, token) -> node
+        node_of, place = [], []  # node of each of the B * T places; one place of each node
+        for ids, keep in zip(input_ids.tolist(), real.tolist()):
+            node = -1
+            for token, is_real in zip(ids, keep):
+                if is_real:
+                    node = nodes.setdefault((node, token), len(nodes))
+                    if node == len(place):
+                        place.append(len(node_of))
+                node_of.append(node if is_real else 0)
+        self.shape = tuple(input_ids.shape)
+        self.node_of = torch.tensor(node_of, device=input_ids.device)  # [B * T]
+        self.place = torch.tensor(place, device=input_ids.device)  # [N]
+
+    def to_nodes(self, x):
+        """[B, T, ...] -> [1, N, ...], one copy of each distinct state."""
+        return x.flatten(0, 1).index_select(0, self.place)[None]
+
+    def to_rows(self, x):
+        """[1, N, C] -> [B, T, C]; in the backward pass the gradients of all copies add up."""
+        return x[0].index_select(0, self.node_of).view(*self.shape, -1)
+
+
+# --------------------------------------------------------------------------------------------------
+# 7. The model. Its modules bear the checkpoint's names, so loading needs no table of renames.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -352,32 +399,35 @@ class Qwen2(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rope_frequencies = rope_frequencies(config)
 
-    def forward(self, input_ids, attention_mask=None, cache=None, position_ids=None):
+    def forward(self, input_ids, attention_mask=None, cache=None, share_prefixes=False):
         """input_ids [B, T] -> hidden states after the final norm [B, T, H].
 
         attention_mask  [B, S], nonzero = a real token, padding on either side; S counts the cached
-                        tokens too. Or boolean [B, T, S]: exactly who attends to whom, so that two
-                        answers can share one prompt in one row; position_ids are then required.
-        position_ids    [B, T]; counted from the mask if absent.
+                        tokens too.
+        share_prefixes  compute what several rows begin with once (section 6); not for calls on a
+                        filled cache. Equal up to rounding; hidden states of padding are arbitrary.
         """
         x = self.model.embed_tokens(input_ids)  # [B, T, H]
         past = 0
         if cache is not None:
             cache.check(x, attention_mask)
             past = cache.length
-        check_mask(attention_mask, position_ids, x.shape[0], x.shape[1], past)
+        check_mask(attention_mask, x.shape[0], past + x.shape[1])
+        if share_prefixes and past:
+            raise ValueError("share_prefixes needs whole rows, but the cache holds their beginning")
 
-        if position_ids is None:
-            position_ids = positions(attention_mask, past, x)
-        cos, sin = rope_tables(self.rope_frequencies, position_ids, x.dtype)
+        cos, sin = rope_tables(self.rope_frequencies, positions(attention_mask, past, x), x.dtype)
         mask = additive_mask(attention_mask, past, x)
+        tree = PrefixTree(input_ids, attention_mask) if share_prefixes else None
+        x = x if tree is None else tree.to_nodes(x)  # [1, N, H]
         for layer, block in enumerate(self.model.layers):
-            x = block(x, cos, sin, mask, layer, cache)
+            x = block(x, cos, sin, mask, layer, cache, tree)
+        x = self.model.norm(x)
 
         if cache is not None:
-            cache.length += x.shape[1]
+            cache.length += input_ids.shape[1]
             cache.needs_mask |= attention_mask is not None
-        return self.model.norm(x)
+        return x if tree is None else tree.to_rows(x)
 
     def logits(self, hidden):
         """hidden [..., H] -> one score for each vocabulary entry [..., V].
@@ -388,16 +438,11 @@ class Qwen2(nn.Module):
         return F.linear(hidden, self.model.embed_tokens.weight) if tied else self.lm_head(hidden)
 
 
-def check_mask(attention_mask, position_ids, B, T, past):
+def check_mask(attention_mask, B, S):
     """A mask of T columns beside a filled cache would broadcast or crash far from the cause."""
-    if attention_mask is None:
-        return
-    shape, S = tuple(attention_mask.shape), past + T
-    if shape not in ((B, S), (B, T, S)):
-        raise ValueError(f"attention_mask is {shape}, need {(B, S)} (cached tokens count) "
-                         f"or {(B, T, S)}")
-    if len(shape) == 3 and (attention_mask.dtype != torch.bool or position_ids is None):
-        raise ValueError("an attention_mask [B, T, S] must be boolean and needs position_ids")
+    if attention_mask is not None and tuple(attention_mask.shape) != (B, S):
+        raise ValueError(f"attention_mask is {tuple(attention_mask.shape)}, need {(B, S)}: "
+                         "cached tokens count")
 
 
 def positions(attention_mask, past, x):
@@ -422,19 +467,16 @@ def additive_mask(attention_mask, past, x):
     T = x.shape[1]
     if attention_mask is None and T == 1:
         return None  # one new token sees everything before it
-    visible = attention_mask
-    if visible is None or visible.dim() == 2:
-        columns = torch.arange(past + T, device=x.device)
-        visible = columns <= columns[past:, None]  # [T, S]: no look at the future
-        if attention_mask is not None:
-            visible = visible & attention_mask.bool()[:, None]  # [B, T, S]
+    columns = torch.arange(past + T, device=x.device)
+    visible = (columns <= columns[past:, None])[None]  # [1, T, S]: no look at the future
+    if attention_mask is not None:
+        visible = visible & attention_mask.bool()[:, None]  # [B, T, S]
     mask = torch.zeros(visible.shape, dtype=x.dtype, device=x.device)
-    mask = mask.masked_fill(~visible, torch.finfo(x.dtype).min)
-    return mask[:, None] if mask.dim() == 3 else mask[None, None]
+    return mask.masked_fill(~visible, torch.finfo(x.dtype).min)[:, None]
 
 
 # --------------------------------------------------------------------------------------------------
-# 7. Loading: every tensor accounted for before any is copied. A checkpoint that only almost fits
+# 8. Loading: every tensor accounted for before any is copied. A checkpoint that only almost fits
 #    gives a model that only almost works, and nothing downstream would notice.
 # --------------------------------------------------------------------------------------------------
 

@@ -52,6 +52,7 @@ import argparse
 import ast
 import collections
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import gzip
@@ -79,6 +80,12 @@ if __name__ == "__main__":  # importing torch takes seconds, and Ctrl-C is welco
 # allocation; the workspace setting is what makes cuBLAS deterministic.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
+    # glibc hands large blocks back to the kernel at once, and a pass asks for thousands: fetching
+    # the pages again took half of its time. 32 MB: M_MMAP_THRESHOLD; 2 GB: M_TRIM_THRESHOLD.
+    ctypes.CDLL(None).mallopt(-3, 32 << 20)
+    ctypes.CDLL(None).mallopt(-1, 2**31 - 1)
 
 import numpy as np
 import safetensors.torch
@@ -851,6 +858,9 @@ def collate(prompts: list[list[int]], responses: list[list[int]], device="cpu",
     return Batch(ids.to(device), attention.to(device), P)
 
 
+SCORED_TOGETHER = 20    # held-out rows a forward: few enough that a pass stays in the caches
+
+
 def groups(items: list, size: int) -> list[list]:
     return [items[start:start + size] for start in range(0, len(items), size)]
 
@@ -890,11 +900,80 @@ class LoRALinear(nn.Module):
         self.lora_B.to(device=device, dtype=torch.float32)
 
     def forward(self, x: Tensor) -> Tensor:
-        base = self.base(x)                                                          # [..., out]
-        branch = self.lora_B(self.lora_A(x.float()))                                 # [..., out]
-        # In place: in FP32 the branch is the largest tensor of a pass, and each copy of it would
-        # cost about as much as the matrix product above.
-        return branch.mul_(self.scaling).add_(base).to(base.dtype)
+        y = linear(x, self.base.weight, self.base.bias)                              # [..., out]
+        arguments = y, x, self.lora_A.weight, self.lora_B.weight, self.scaling
+        if torch.is_grad_enabled():
+            return LowRankBranch.apply(*arguments)
+        add_branch(*arguments)
+        return y
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """W x + bias, as F.linear; x [..., in] -> [..., out].
+
+    For a few tokens in BF16 on a CPU the time goes into reading W. As the left operand it is read
+    as it lies; as the right one the library would first reorder it, which costs a third more.
+    """
+    rows = x.flatten(0, -2)                                                          # [N, in]
+    if len(rows) > 64 or x.dtype != torch.bfloat16 or x.device.type != "cpu":
+        return F.linear(x, weight, bias)
+    y = torch.mm(weight, rows.T) if bias is None else \
+        torch.addmm(bias.unsqueeze(1), weight, rows.T)                               # [out, N]
+    return y.T.contiguous().view(*x.shape[:-1], -1)
+
+
+def row_blocks(rows: int, width: int) -> list[slice]:
+    """Slices of rows with at most 300,000 numbers each: what is done to a block in several steps
+    then stays in the cache of a core, where the whole would go to memory and back at each step."""
+    size = max(1, 300_000 // width)
+    return [slice(start, start + size) for start in range(0, rows, size)]
+
+
+def add_branch(y: Tensor, x: Tensor, A: Tensor, B: Tensor, scaling: float) -> Tensor:
+    """y += scaling * B(A x) in place, computed in FP32, rounded once; returns A x, [N, rank]."""
+    a, rows = F.linear(x.flatten(0, -2).float(), A), y.flatten(0, -2)
+    for block in row_blocks(*rows.shape):
+        rows[block].add_(F.linear(a[block], B), alpha=scaling)
+    return a
+
+
+class LowRankBranch(torch.autograd.Function):
+    """`add_branch` with its gradient by the chain rule, block by block.
+
+        a = A x                                  [N, rank]
+        y + scaling * B a                        [N, out]
+
+        grad_a = scaling * B^T grad              grad_B = scaling * grad a^T
+        grad_x = A^T grad_a                      grad_A = grad_a x^T
+
+    Left to autograd, each FP32 tensor of [N, out] would be written and read about ten times, as
+    costly as the product with W itself. (Tests hold this to autograd.)
+    """
+
+    @staticmethod
+    def forward(ctx, y, x, A, B, scaling):
+        a = add_branch(y, x, A, B, scaling)
+        ctx.mark_dirty(y)       # y must be the first input: PyTorch assumes so where y is a view
+        ctx.save_for_backward(x, a, A, B)
+        ctx.scaling = scaling
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, a, A, B = ctx.saved_tensors
+        rows, grads = x.flatten(0, -2), grad.flatten(0, -2)                 # [N, in], [N, out]
+        grad_a, grad_B = torch.empty_like(a), torch.zeros_like(B)
+        for block in row_blocks(*grads.shape):
+            exact = grads[block].float()
+            torch.mm(exact, B, out=grad_a[block])
+            grad_B += (a[block].T @ exact).T        # this way round: the other is twice as slow
+        grad_a *= ctx.scaling
+        grad_x = None
+        if ctx.needs_input_grad[1]:                 # not below the first layer: nothing learns there
+            grad_x = torch.empty_like(x)
+            for block in row_blocks(*rows.shape):
+                grad_x.flatten(0, -2)[block] = grad_a[block] @ A
+        return grad, grad_x, grad_a.T @ rows.float(), grad_B * ctx.scaling, None
 
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -1111,7 +1190,12 @@ class OutputColumns:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., H] -> FP32 [..., L]."""
-        return F.linear(hidden, self.weight).float()
+        return linear(hidden, self.weight).float()
+
+    def embedding(self, ids: Tensor) -> Tensor:
+        """[N] -> [N, H], row of the output embedding; zero for a dead column."""
+        slot = self.slot[ids]
+        return torch.where((slot >= 0).unsqueeze(-1), self.weight[slot.clamp(min=0)], 0)
 
     def log_normalizer(self, logits: Tensor) -> Tensor:
         total = logits.logsumexp(-1)                                                 # [...]
@@ -1124,10 +1208,8 @@ class OutputColumns:
         return torch.where(slot >= 0, chosen, 0.0) - self.log_normalizer(logits)
 
     def score(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        """[N, H] and [N] -> FP32 [N] log-probabilities, 256 rows at a time: when hundreds of
-        answers are scored, N rows of 151,936 FP32 logits would not fit in memory."""
-        return torch.cat([self.logprobs(self.logits(h), i)
-                          for h, i in zip(hidden.split(256), ids.split(256))])
+        """[N, H] and [N] -> FP32 [N] log-probabilities, differentiable in hidden."""
+        return TokenLogprobs.apply(hidden, ids, self)
 
     def greedy(self, logits: Tensor) -> Tensor:
         """[B, L] -> ids [B] of the largest logit among all V."""
@@ -1162,13 +1244,45 @@ class OutputColumns:
         return ids.squeeze(-1)
 
 
+class TokenLogprobs(torch.autograd.Function):
+    """OutputColumns.logprobs for many rows, without N rows of 151,936 FP32 logits in memory.
+
+    Each row ends in one number, so its whole gradient is known, up to one factor, while the logits
+    are at hand: with p the softmax and W the output embedding,
+
+        d logp(id) / d hidden = W[id] - sum over v of p(v) W[v]                      [H]
+
+    and only that is kept for the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, ids, output):
+        logp, slopes = [], []
+        for h, i in zip(hidden.split(256), ids.split(256)):
+            logits = F.linear(h, output.weight)                                      # [n, L]
+            for block in row_blocks(*logits.shape):
+                exact = logits[block].float()
+                logp.append(output.logprobs(exact, i[block]))
+                if ctx.needs_input_grad[0]:        # the logits' place now serves p
+                    logits[block] = exact.sub_(output.log_normalizer(exact)[:, None]).exp_()
+            if ctx.needs_input_grad[0]:
+                slopes.append(output.embedding(i) - logits @ output.weight)          # [n, H]
+        ctx.save_for_backward(torch.cat(slopes) if slopes else None)
+        return torch.cat(logp)
+
+    @staticmethod
+    def backward(ctx, grad):
+        slope, = ctx.saved_tensors
+        return (grad.unsqueeze(-1) * slope).to(slope.dtype), None, None
+
+
 def prefix_hidden(role: Role, batch: Batch) -> Tensor:
     """[B, R, H]: in column t the state of the prefix that is about to produce response token t.
 
     For responses the shift from positions to the tokens they predict happens here only;
     pretraining (section 9), which learns prompts too, has its own.
     """
-    hidden = role.model(batch.ids, batch.attention)                                  # [B, T, H]
+    hidden = role.model(batch.ids, batch.attention, share_prefixes=True)             # [B, T, H]
     return hidden[:, batch.prompt_width - 1:-1]                                      # [B, R, H]
 
 
@@ -1204,7 +1318,7 @@ def reward_scores(role: Role, input_ids: Tensor, attention_mask: Tensor,
         raise ValueError("response_mask marks a token outside the attention mask")
     columns = torch.arange(input_ids.shape[1], device=input_ids.device)
     last = torch.where(response_mask, columns, -1).amax(dim=1)                       # [B]
-    hidden = role.model(input_ids, attention_mask)                                   # [B, T, H]
+    hidden = role.model(input_ids, attention_mask, share_prefixes=True)              # [B, T, H]
     final = hidden[torch.arange(len(last), device=last.device), last]                # [B, H]
     return role.head(final.float()).squeeze(-1)
 
@@ -1244,7 +1358,7 @@ def generate(role: Role, prompts: list[list[int]], max_response: int = 64,
     weight = role.model.model.embed_tokens.weight
     cache = KVCache(role.model.config, B, P + max_response, weight.dtype, device)
     answers, rows = [Answer() for _ in prompts], list(range(B))
-    hidden = role.model(batch.ids, attention[:, :P], cache)[:, -1]                   # [B, H]
+    hidden = role.model(batch.ids, attention[:, :P], cache, share_prefixes=True)[:, -1]  # [B, H]
     for step in range(max_response):
         logits = role.output.logits(hidden)                                          # [b, L]
         finite = logits.isfinite().all(dim=1).tolist()
@@ -1993,7 +2107,7 @@ def make_sft(run: Run) -> dict:
         """Log-probabilities of the chosen answers; before the first and after the last update also
         the rubric of greedy answers. Reported only: nothing is selected by it."""
         started, sums = time.monotonic(), []
-        for group in groups(chosen, cfg.eval_batch):
+        for group in groups(chosen, SCORED_TOGETHER):
             batch = collate(*zip(*group), device=role.device)
             sums += response_logprobs(role, batch).sum(1).tolist()
         counts = [len(answer) for _, answer in chosen]
@@ -2541,18 +2655,19 @@ def answer_held_out(run: Run, cfg, name: str) -> list[dict]:
             prompts = [tokens.prompt(row["prompt"], cfg.max_prompt) for row in group]
             labels = [f"evaluate {name}, {row['id']}" for row in group]
             answers = generate(actor, prompts, cfg.max_response, labels=labels)
-            batch = collate(prompts, [a.ids for a in answers], device=run.device)
-            with torch.no_grad():
-                scores = judge(reward, batch).tolist()
-                logp = response_logprobs(actor, batch)                               # [B, R]
-                ref_logp = response_logprobs(reference, batch)
-                log_ratio = response_mean(logp - ref_logp, batch.mask).tolist()
-            rows += [{"id": row["id"], "family": row["family"], "prompt": row["prompt"],
-                      "text": tokens.decode(answer.ids), "response_ids": answer.ids,
-                      "finish_reason": answer.finish_reason, "score": score, "logp": own,
-                      "sampled_actor_reference_logratio": ratio}
-                     for row, answer, score, own, ratio in
-                     zip(group, answers, scores, per_response(logp, batch.mask), log_ratio)]
+            for part in groups(list(zip(group, prompts, answers)), SCORED_TOGETHER):
+                batch = collate([p for _, p, _ in part], [a.ids for *_, a in part], run.device)
+                with torch.no_grad():
+                    scores = judge(reward, batch).tolist()
+                    logp = response_logprobs(actor, batch)                           # [B, R]
+                    ref_logp = response_logprobs(reference, batch)
+                    log_ratio = response_mean(logp - ref_logp, batch.mask).tolist()
+                rows += [{"id": row["id"], "family": row["family"], "prompt": row["prompt"],
+                          "text": tokens.decode(answer.ids), "response_ids": answer.ids,
+                          "finish_reason": answer.finish_reason, "score": score, "logp": own,
+                          "sampled_actor_reference_logratio": ratio}
+                         for (row, _, answer), score, own, ratio in
+                         zip(part, scores, per_response(logp, batch.mask), log_ratio)]
     order = {row["id"]: place for place, row in enumerate(test + probes)}
     return sorted(rows, key=lambda row: order[row["id"]])
 
@@ -2638,7 +2753,7 @@ def summarize(rows: list[dict], draws: int) -> dict:
 def score_texts(role: Role, tokens: Tokens, cfg, items: list[tuple[str, str]]) -> list[float]:
     """The judge's scores of (prompt, response) texts."""
     scores = []
-    for group in groups(items, 20):
+    for group in groups(items, SCORED_TOGETHER):
         batch = collate([tokens.prompt(p, cfg.max_prompt) for p, _ in group],
                         [tokens.answer(r, cfg.max_response) for _, r in group], device=role.device)
         scores += judge(role, batch).tolist()
