@@ -969,7 +969,7 @@ class LowRankBranch(torch.autograd.Function):
             grad_B += (a[block].T @ exact).T        # this way round: the other is twice as slow
         grad_a *= ctx.scaling
         grad_x = None
-        if ctx.needs_input_grad[1]:                 # not below the first layer: nothing learns there
+        if ctx.needs_input_grad[1]:             # not below the first layer: nothing learns there
             grad_x = torch.empty_like(x)
             for block in row_blocks(*rows.shape):
                 grad_x.flatten(0, -2)[block] = grad_a[block] @ A
@@ -1446,7 +1446,7 @@ class Training:
         self.caveats: list[str] = []    # what ends the claim of exactness
         self.device = next(iter(roles.values())).device
         self.optimizers = {name: torch.optim.AdamW(roles[name].learned().values(), lr=0.0,
-                                                   weight_decay=cfg.weight_decay)
+                                                   weight_decay=cfg.weight_decay, fused=True)
                            for name in peaks}
         self.unlearned = [(name, key, p) for name, role in roles.items()
                           for key, p in role.named_parameters().items() if not p.requires_grad]
@@ -2361,6 +2361,7 @@ class Rollouts:
     """One iteration's responses with everything that the two epochs need; tensors are [B, R]."""
     batch: Batch
     old_logp: Tensor
+    values: Tensor                  # with its graph: the critic's first update starts from it
     advantages: Tensor
     returns: Tensor
     records: list[dict]             # as written to ppo/rollouts/
@@ -2398,9 +2399,9 @@ def collect_rollouts(training: Training, prompts: list[tuple[str, list[int]]], t
         ref_logp = response_logprobs(roles["reference"], batch)                      # [B, R]
     with timed(seconds, "judge", device):
         scores = judge(roles["reward"], batch)                                       # [B]
-    with timed(seconds, "critic", device):
-        values = prefix_values(roles["critic"], batch)                               # [B, R]
-    mask = batch.mask
+    with timed(seconds, "critic", device), torch.enable_grad():
+        values_and_graph = prefix_values(roles["critic"], batch)                     # [B, R]
+    values, mask = values_and_graph.detach(), batch.mask
     old_logp = padded([a.logp for a in answers], mask)
     truncated = torch.tensor([a.finish_reason == "length" for a in answers], device=device)
     rewards = token_rewards(old_logp, ref_logp, scores, truncated, mask, cfg.kl_coef,
@@ -2417,7 +2418,7 @@ def collect_rollouts(training: Training, prompts: list[tuple[str, list[int]]], t
     for column, tensor in columns.items():
         for record, numbers in zip(records, per_response(tensor, mask)):
             record[column] = numbers
-    return Rollouts(batch, old_logp, advantages, returns, records,
+    return Rollouts(batch, old_logp, values_and_graph, advantages, returns, records,
                     [answer.first_logits for answer in answers])
 
 
@@ -2440,7 +2441,9 @@ def ppo_epoch(training: Training, rollouts: Rollouts, epoch: int,
                  "responses": [{"logp": l, "ratio": r} for l, r in zip(
                      per_response(logp, mask), per_response(ratio, mask))]}
     with timed(seconds, "critic optimisation", device):
-        values = prefix_values(roles["critic"], batch)                               # [B, R]
+        # Until its first update the critic is the one that priced the rollouts: one pass does both.
+        values = rollouts.values if epoch == 0 else \
+            prefix_values(roles["critic"], batch)                                    # [B, R]
         loss = critic_loss(values, rollouts.returns, mask, cfg.value_coef)
         loss.backward()
         critic = {"epoch": epoch + 1, "loss": loss.item(), **training.apply("critic", update),

@@ -353,46 +353,99 @@ def test_padding_changes_no_valid_logit_whatever_the_pad_ids(left, right):
     assert all(torch.equal(outcomes[0], other) for other in outcomes), "pad ids leaked"
 
 
-def test_positions_are_counted_from_the_mask_and_survive_the_cache():
-    """RoPE sees distances only: a constant shift hides in the rounding, so this compares bits."""
+def test_positions_are_counted_from_the_mask_and_survive_the_cache(monkeypatch):
+    """RoPE sees distances only: a constant shift hides in the rounding. So the count itself is
+    compared, and the error that does not hide: a prompt counted by its mask, its answer by columns.
+    """
     model, ids = reference_model(TIED), random_ids(1, 16, seed=4)
     mask = (torch.arange(16) >= 7).long()[None]
-    counted = torch.tensor([[0] * 7 + list(range(9))])
+    x = torch.empty(1, 16, 1)
+    counted = [0] * 7 + list(range(9))
+    assert qwen.positions(mask, 0, x).tolist() == [counted]
+    assert qwen.positions(mask, 12, x[:, 12:]).tolist() == [counted[12:]]
+    assert qwen.positions(None, 12, x[:, 12:]).tolist() == [[12, 13, 14, 15]]
     got = model(ids, mask)
-    assert torch.equal(got, model(ids, mask, position_ids=counted))
-    columns = model(ids, mask, position_ids=torch.arange(16)[None])
-    assert not torch.equal(got, columns) and gap(got[:, 7:], columns[:, 7:]) < 1e-4
-    # The error that does not hide: a prompt counted by its mask, its answer by columns.
     cache = KVCache(model.config, 1, 16, dtype=torch.float32)
     model(ids[:, :12], mask[:, :12], cache=cache)
-    cache_too = KVCache(model.config, 1, 16, dtype=torch.float32)
-    model(ids[:, :12], mask[:, :12], cache=cache_too)
     assert gap(model(ids[:, 12:], mask, cache), got[:, 12:]) < 1e-4
-    torn = model(ids[:, 12:], mask, cache_too, position_ids=torch.arange(12, 16)[None])
-    assert gap(torn, got[:, 12:]) > 1e-2, "the model ignores position_ids"
+    cache = KVCache(model.config, 1, 16, dtype=torch.float32)
+    model(ids[:, :12], mask[:, :12], cache=cache)
+    monkeypatch.setattr(qwen, "positions", lambda mask, past, x: torch.arange(past, 16)[None])
+    assert gap(model(ids[:, 12:], mask, cache), got[:, 12:]) > 1e-2, "positions have no effect"
 
 
-def test_two_answers_share_a_prompt_in_one_row_under_a_tree_mask():
-    model = reference_model(UNTIED)
-    P, A, R = 6, 4, 5
-    prompt, a, b = random_ids(1, P, seed=5), random_ids(1, A, seed=6), random_ids(1, R, seed=7)
-    row = torch.cat((prompt, a, b), dim=1)
-    visible = torch.ones(P + A + R, P + A + R, dtype=torch.bool).tril()
-    visible[P + A :, P : P + A] = False  # the second answer never sees the first
-    position_ids = torch.cat((torch.arange(P + A), torch.arange(P, P + R)))[None]
-    got = model.logits(model(row, visible[None], position_ids=position_ids))
-    for answer, columns in ((a, slice(P, P + A)), (b, slice(P + A, P + A + R))):
-        alone = model.logits(model(torch.cat((prompt, answer), dim=1)))
-        assert gap(got[:, columns], alone[:, P:]) < 1e-5
-    # The same with the prompt in the cache: the mask then spans cached columns too.
-    cache = KVCache(model.config, 1, P + A + R, dtype=torch.float32)
-    model(prompt, cache=cache)
-    late = model(row[:, P:], visible[None, P:], cache, position_ids[:, P:])
-    assert gap(model.logits(late), got[:, P:]) < 1e-5
-    for bad in ({"attention_mask": visible[None]},
-                {"attention_mask": visible[None].long(), "position_ids": position_ids}):
-        with pytest.raises(ValueError, match="must be boolean and needs position_ids"):
-            model(row, **bad)
+def batch_with_common_beginnings():
+    """Six rows padded on both sides: three prompts, one of them alone and none a beginning of
+    another, each with answers that begin alike, differ at once, or are equal."""
+    opening, prompts = [7, 8, 9], [[1, 2], [1, 3, 4, 5], [6]]
+    rows = [(0, [20, 21, 22]), (0, [20, 21, 23, 24]), (1, [20]), (1, [25, 26]), (2, [20, 21]),
+            (1, [20])]
+    batch = rlhf.collate([opening + prompts[k] for k, _ in rows], [answer for _, answer in rows],
+                         pad=0)
+    return batch, [opening + prompts[k] + answer for k, answer in rows]
+
+
+def test_a_prefix_tree_has_one_node_for_each_distinct_beginning():
+    batch, rows = batch_with_common_beginnings()
+    tree = qwen.PrefixTree(batch.ids, batch.attention)
+    distinct = {tuple(row[:n + 1]) for row in rows for n in range(len(row))}
+    assert len(tree.place) == len(distinct) == 19 and batch.attention.sum() == 48
+    # A place that stands for its node holds the node's token, and rows and nodes fit together.
+    nodes = tree.to_nodes(batch.ids[..., None])                                   # [1, N, 1]
+    assert torch.equal(tree.to_rows(nodes)[..., 0][batch.attention], batch.ids[batch.attention])
+    beginnings = {}
+    for row, (ids, keep) in enumerate(zip(batch.ids, batch.attention)):
+        at = tree.node_of.view(batch.ids.shape)[row]
+        for n, column in enumerate(keep.nonzero()[:, 0].tolist()):
+            beginning = tuple(ids[keep][:n + 1].tolist())
+            assert beginnings.setdefault(int(at[column]), beginning) == beginning
+    assert set(beginnings.values()) == distinct
+    assert qwen.PrefixTree(torch.tensor([[1, 2, 3], [1, 2, 4]])).place.tolist() == [0, 1, 2, 5]
+
+
+@pytest.mark.parametrize("name", [TIED, UNTIED])
+def test_shared_prefixes_change_neither_states_nor_gradients(name):
+    model, (batch, _) = reference_model(name), batch_with_common_beginnings()
+    real = batch.attention
+    weight = torch.randn(*batch.ids.shape, model.config.hidden_size,
+                         generator=torch.Generator().manual_seed(2)) * real[..., None]
+    results = []
+    for shared in (False, True):
+        learned = [p for n, p in model.named_parameters() if "_proj.weight" in n]
+        for parameter in learned:
+            parameter.requires_grad_(True)
+        hidden = model(batch.ids, real, share_prefixes=shared)
+        gradients = torch.autograd.grad((hidden * weight).sum(), learned)
+        results.append((hidden.detach(), gradients))
+        model.requires_grad_(False)
+    (plain, plain_gradients), (tree, tree_gradients) = results
+    assert tree.shape == plain.shape and tree.isfinite().all()
+    assert gap(tree[real], plain[real]) < 1e-4
+    for one, other in zip(plain_gradients, tree_gradients):
+        assert one.abs().max() > 0
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4 * one.abs().max().item())
+
+
+def test_shared_prefixes_fill_a_cache_and_refuse_a_filled_one():
+    model, (batch, _) = reference_model(TIED), batch_with_common_beginnings()
+    P, later = batch.prompt_width, torch.full((6, 1), 30)
+    mask = torch.cat((batch.attention[:, :P], torch.ones(6, 1, dtype=torch.bool)), dim=1)
+    states = []
+    for shared in (False, True):
+        cache = KVCache(model.config, 6, P + 1, dtype=torch.float32)
+        model(batch.ids[:, :P], mask[:, :P], cache, share_prefixes=shared)
+        assert cache.length == P
+        states.append(model(later, mask, cache))
+    assert gap(*states) < 1e-4
+    with pytest.raises(ValueError, match="share_prefixes"):
+        model(later, torch.cat((mask, mask[:, -1:]), 1)[:, :P + 1], filled_cache(model, 6, P),
+              share_prefixes=True)
+
+
+def filled_cache(model, rows, filled):
+    cache = KVCache(model.config, rows, filled + 1, dtype=torch.float32)
+    cache.length = filled
+    return cache
 
 
 FRESH = """
@@ -1698,6 +1751,47 @@ def test_lora_is_bitwise_the_live_peft_layer(dtype):
         assert torch.equal(ours[name], other.detach()), name
 
 
+@pytest.mark.parametrize("tokens, width", [(5, 12), (700, 1000)], ids=["one block", "many blocks"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_written_out_lora_gradient_is_autograds(dtype, tokens, width):
+    """rank and alpha whose quotient is no power of two; more rows than one block holds."""
+    assert (len(rlhf.row_blocks(tokens, width)) > 1) == (width == 1000)
+    generator = torch.Generator().manual_seed(5)
+    base = torch.nn.Linear(24, width).to(dtype).requires_grad_(False)
+    layer = rlhf.LoRALinear(base, 3, 5, generator)
+    torch.nn.init.normal_(layer.lora_B.weight, generator=generator)
+    x = torch.randn(1, tokens, 24, generator=generator).to(dtype)
+    grad_y = torch.randn(1, tokens, width, generator=generator).to(dtype)
+    ours = toy_lora_results(layer, x, grad_y)
+    layer.zero_grad()
+    inner = x.clone().requires_grad_()
+    branch = layer.lora_B(layer.lora_A(inner.float())) * (5 / 3)
+    y = (base(inner) + branch).to(dtype)
+    y.backward(grad_y)
+    coarse = 2**-6 if dtype == torch.bfloat16 else 1e-5
+    for name, expected in (("y", y.detach()), ("grad_x", inner.grad),
+                           ("grad_lora_A", layer.lora_A.weight.grad),
+                           ("grad_lora_B", layer.lora_B.weight.grad)):
+        scale = expected.abs().max().item()
+        torch.testing.assert_close(ours[name], expected, rtol=coarse, atol=coarse * scale)
+    with torch.no_grad():
+        assert torch.equal(layer(x), ours["y"])
+    frozen_below = layer(x)         # x needs no gradient, as below the first layer
+    frozen_below.backward(grad_y)
+    assert x.grad is None
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 24), (4, 1, 24), (64, 24), (65, 24)])
+def test_linear_with_the_weight_on_the_left_is_linear(shape, bias):
+    """BF16 inputs of few bits, so that every sum is exact and both orders must agree."""
+    generator = torch.Generator().manual_seed(len(shape))
+    draw = lambda *size: torch.randint(-3, 4, size, generator=generator).bfloat16()
+    x, weight, b = draw(*shape), draw(10, 24), draw(10) if bias else None
+    y = rlhf.linear(x, weight, b)
+    assert torch.equal(y, torch.nn.functional.linear(x, weight, b)) and y.is_contiguous()
+
+
 def test_lora_is_its_formula_in_fp64():
     """y = W x + b + (alpha / rank) B (A x), with numbers that make the scaling visible."""
     base = torch.nn.Linear(5, 3)
@@ -2151,16 +2245,25 @@ def test_the_compact_softmax_is_the_plain_one(pattern):
                                               .flatten()).view(5, 10))
 
 
-def test_the_compact_gradient_is_the_plain_one():
-    columns, table = toy_columns(live_rows("few"), scale=4.0)
-    ids, gradients = torch.tensor([3, 7, 50]), []
-    for how in ("compact", "plain"):
-        hidden = torch.randn(3, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        logp = columns.logprobs(columns.logits(hidden), ids) if how == "compact" else \
+@pytest.mark.parametrize("pattern", ["all", "few"])
+@pytest.mark.parametrize("rows", [3, 300])
+def test_scores_and_their_gradient_are_the_plain_ones(monkeypatch, pattern, rows):
+    """300 rows are two groups, and with small blocks many; a dead id may be asked for as well."""
+    columns, table = toy_columns(live_rows(pattern), scale=4.0)
+    monkeypatch.setattr(rlhf, "row_blocks", lambda rows, width: [
+        slice(k, k + 7) for k in range(0, rows, 7)])
+    ids, outcomes = toy_ids(rows, vocab=60), []
+    factor = torch.randn(rows, generator=torch.Generator().manual_seed(2))
+    for how in ("score", "plain"):
+        hidden = torch.randn(rows, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        logp = columns.score(hidden, ids) if how == "score" else \
             rlhf.token_logprobs(hidden @ table.T, ids)
-        logp.sum().backward()
-        gradients.append(hidden.grad)
-    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+        (logp * factor).sum().backward()
+        outcomes.append((logp.detach(), hidden.grad))
+    for one, other in zip(*outcomes):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        assert torch.equal(columns.score(hidden, ids), outcomes[0][0])
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
