@@ -3207,7 +3207,7 @@ def fetch_pinned_weights() -> dict:
     """
     # Not an exit on the spot: Ctrl-C lets the library remove its half of a gigabyte.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    route = "from the hub"
+    route = "with this huggingface_hub and these HF_ variables"
     failures = (ImportError, OSError, ValueError, RuntimeError)     # the last is how hf_xet fails
     try:
         from huggingface_hub import constants, hf_hub_download
@@ -3219,7 +3219,7 @@ def fetch_pinned_weights() -> dict:
         # "Not found in the cache", says the library, and keeps what happened in the cause.
         told = isinstance(error, FileNotFoundError) and error.__cause__ or error
         lines = [line for line in str(told).splitlines() if line.strip()]
-        reason = " ".join(lines[:2]) or type(told).__name__
+        reason = " ".join(lines[:2]).rstrip(".") or type(told).__name__
         raise CourseError(f"the pinned weights could not be fetched {route} ({reason}). Run the "
                           f"same command again when that is mended, or {weights_by_hand()}, or go "
                           "on with --model tiny") from None

@@ -4824,7 +4824,8 @@ class LoopbackHub(http.server.BaseHTTPRequestHandler):
             self.wfile.flush()
             os.kill(os.getpid(), signal.SIGINT)
             self.connection.settimeout(5)
-            self.connection.recv(1)     # until the other side hangs up
+            with contextlib.suppress(OSError):
+                self.connection.recv(1)     # until the other side hangs up
 
     def log_message(self, *_):
         pass
@@ -4934,14 +4935,18 @@ FETCH_FAULTS = {  # what happens: what the line must say of it
     404: "404", 403: "403", 500: "500", "no network": "refused", "offline": "HF_HUB_OFFLINE",
     "always cut": "2500", "too short": "4999", "wrong size": "has 3 bytes",
     "wrong bytes": hashlib.sha256(bytes(5000)).hexdigest(), "no hub": "does not seem to be",
-    "full disk": os.strerror(errno.ENOSPC), "senseless endpoint": "Invalid IPv6 URL",
-    "xet": "CAS service error"}
+    "full disk": os.strerror(errno.ENOSPC), "senseless endpoint": "HF_ variables",
+    "xet": "CAS service error", "unusable cache": "snapshots"}
 
 
 @pytest.mark.parametrize("fault", FETCH_FAULTS)
 def test_a_fetch_that_fails_is_one_line_and_leaves_nothing_to_mistake_for_the_weights(
         loopback_hub, tmp_path, monkeypatch, fault):
     loopback_hub.fault = fault
+    snapshots = loopback_hub.cache / "models--Qwen--Qwen2.5-0.5B-Instruct" / "snapshots"
+    if fault == "unusable cache":       # a file in the folder's place: no permission stops root
+        snapshots.parent.mkdir(parents=True)
+        snapshots.touch()
     with monkeypatch.context() as patch:
         if fault == "no network":
             with http.server.HTTPServer(("127.0.0.1", 0), LoopbackHub) as closed:
@@ -4961,6 +4966,8 @@ def test_a_fetch_that_fails_is_one_line_and_leaves_nothing_to_mistake_for_the_we
         assert part in message
     assert cached_files(loopback_hub) == [] and not (tmp_path / "run").exists()
     loopback_hub.fault = None
+    if fault == "unusable cache":
+        snapshots.unlink()
     forget_hub_library()
     assert rlhf.find_pinned_weights() is None
     status, out, err = mini_main(*FETCH, tmp_path / "run")
