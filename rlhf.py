@@ -3186,27 +3186,53 @@ def find_pinned_weights() -> Path | None:
     """data/model.safetensors, or the pinned commit's snapshot in the local Hugging Face cache."""
     if (DATA / "model.safetensors").is_file():
         return DATA / "model.safetensors"
-    import huggingface_hub   # comes with tokenizers; knows HF_HOME and HF_HUB_CACHE
-    cached = huggingface_hub.try_to_load_from_cache(PINNED_REPOSITORY, "model.safetensors",
-                                                    revision=PINNED_COMMIT)
+    try:
+        import huggingface_hub   # comes with tokenizers; knows HF_HOME and HF_HUB_CACHE
+        cached = huggingface_hub.try_to_load_from_cache(PINNED_REPOSITORY, "model.safetensors",
+                                                        revision=PINNED_COMMIT)
+    # A senseless HF_ variable, or a cache that can't be read: the tiny model needs neither, and
+    # fetch_pinned_weights says what is wrong.
+    except (ImportError, OSError, ValueError):
+        return None
     return Path(cached) if isinstance(cached, str) else None
 
 
-def fetch_pinned_weights() -> Path:
-    """Fetch the pinned file into the Hugging Face cache; a failure is one line with the remedy."""
-    import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+def weights_by_hand() -> str:
+    return (f"download {PINNED_ADDRESS}model.safetensors (988 MB) by hand and put it at "
+            f"{DATA / 'model.safetensors'}")
+
+
+def fetch_pinned_weights() -> dict:
+    """Fetch the pinned file into the Hugging Face cache and verify it: its weights_record.
+
+    Every failure is one line with the remedy. A wrong file is removed at once: other programs take
+    whatever lies in the cache as good. (A wrong file found there is the user's; it stays, unused.)
+    """
+    # Not an exit on the spot: Ctrl-C lets the library remove its half of a gigabyte.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    route = "with this huggingface_hub and these HF_ variables"
+    failures = (ImportError, OSError, ValueError, RuntimeError)     # the last is how hf_xet fails
     try:
-        return Path(huggingface_hub.hf_hub_download(PINNED_REPOSITORY, "model.safetensors",
-                                                    revision=PINNED_COMMIT))
-    # HfHubHTTPError's own base is what the HTTP client raises for a senseless endpoint or proxy.
-    except (HfHubHTTPError.__mro__[1], LocalEntryNotFoundError, OSError, ValueError,
-            ImportError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CourseError(
-            f"the pinned weights could not be fetched ({reason}). By hand: download "
-            f"{PINNED_ADDRESS}model.safetensors (988 MB) and put it at "
-            f"{DATA / 'model.safetensors'}; or go on with --model tiny") from None
+        from huggingface_hub import constants, hf_hub_download
+        from huggingface_hub.errors import HfHubHTTPError
+        failures += HfHubHTTPError.__mro__[1:2]     # its own base: whatever the HTTP client raises
+        route = f"from {constants.ENDPOINT} into {constants.HF_HUB_CACHE}"
+        path = Path(hf_hub_download(PINNED_REPOSITORY, "model.safetensors", revision=PINNED_COMMIT))
+    except failures as error:
+        # "Not found in the cache", says the library, and keeps what happened in the cause.
+        told = isinstance(error, FileNotFoundError) and error.__cause__ or error
+        lines = [line for line in str(told).splitlines() if line.strip()]
+        reason = " ".join(lines[:2]).rstrip(".") or type(told).__name__
+        raise CourseError(f"the pinned weights could not be fetched {route} ({reason}). Run the "
+                          f"same command again when that is mended, or {weights_by_hand()}, or go "
+                          "on with --model tiny") from None
+    try:
+        return weights_record(path.resolve(), None, True, f"what came {route} was removed again; "
+                              f"run the same command once more, or {weights_by_hand()}")
+    except CourseError:
+        path.resolve().unlink(missing_ok=True)
+        path.unlink(missing_ok=True)    # where the cache's entry is a link
+        raise
 
 
 def pinned_config() -> Qwen2Config:
@@ -3217,15 +3243,14 @@ def pinned_config() -> Qwen2Config:
     return Qwen2Config.from_json(path)
 
 
-def weights_record(path: Path, known: dict | None, pinned: bool) -> dict:
-    """Size and sha256 of a weights file. A digest is remembered by path, size, time and inode, so
-    that a gigabyte is not read again at every call. A file said to be pinned must be it."""
+def weights_record(path: Path, known: dict | None, pinned: bool, remedy: str) -> dict:
+    """Size and sha256 of a weights file. The run remembers a digest by path, size, time and inode,
+    so that a gigabyte is not read again at every call. A file said to be pinned must be it."""
     if not path.is_file():
         raise CourseError(f"{path}: there is no such weights file")
     status = path.stat()
     facts = {"path": str(path), "bytes": status.st_size, "mtime_ns": status.st_mtime_ns,
              "inode": status.st_ino}
-    remedy = f"delete it and fetch it again from {PINNED_ADDRESS}model.safetensors"
     if pinned and status.st_size != PINNED_BYTES["model.safetensors"]:
         raise CourseError(f"{path} has {status.st_size} bytes, the pinned weights have "
                           f"{PINNED_BYTES['model.safetensors']}; {remedy}")
@@ -3347,15 +3372,18 @@ def open_run(args) -> Run:
 def find_weights(args, record: dict) -> dict:
     """The weights of a qwen run: --weights, those the run began with, or the pinned ones."""
     known = record.get("weights")
-    path = args.weights or (Path(known["path"]) if known else find_pinned_weights())
+    path = args.weights or (Path(known["path"]) if known else None)
+    pinned = known["pinned"] if known and not args.weights else not args.weights
+    if path is None or pinned and not path.is_file():   # the cache may have moved since
+        path = find_pinned_weights()
     if path is None and args.phase in ("base", "all"):
-        say("fetching the pinned weights (988 MB)")
-        path = fetch_pinned_weights()
+        say("fetching the pinned weights (988 MB) into the Hugging Face cache (HF_HOME moves it)")
+        return {**fetch_pinned_weights(), "pinned": True}
     if path is None:
         raise CourseError("the pinned weights are not on this machine; run --phase base --model "
                           "qwen first, which fetches them")
-    pinned = known["pinned"] if known and not args.weights else not args.weights
-    found = weights_record(path.resolve(), known, pinned)
+    found = weights_record(path.resolve(), known, pinned, "delete it and let --phase base --model "
+                           f"qwen fetch it again, or {weights_by_hand()}")
     if known and known["sha256"] != found["sha256"]:
         raise CourseError(f"{path} has sha256 {found['sha256']}, this run began with "
                           f"{known['sha256']}; use another folder (--out)")

@@ -12,9 +12,11 @@ import errno
 import functools
 import gzip
 import hashlib
+import http.server
 import io
 import itertools
 import json
+import logging
 import math
 import os
 import pickle
@@ -4885,6 +4887,245 @@ def test_default_folders_lie_beside_the_script_and_typed_ones_in_the_current_fol
     assert (course / "out" / "tiny" / "run.json").exists()
     for name in ("manifest.json", "test/labels.jsonl", "v2/train/preferences.jsonl"):
         assert mini_digest(course / "data" / name) == mini_digest(HERE / "data" / name)
+
+
+# -- fetching the pinned weights -------------------------------------------------------------------
+# A few bytes stand in for the gigabyte, a server on the loopback for the hub. Whatever goes wrong:
+# one line, nothing wrong left in the cache, and the same command works once the trouble is mended.
+
+FETCHED = random.Random(49).randbytes(5000)
+FETCH = ("--phase", "base", "--model", "qwen", "--out")
+
+
+class LoopbackHub(http.server.BaseHTTPRequestHandler):
+    """Serves one file as the hub does, with `server.fault` on the way; notes the ranges asked."""
+
+    def do_HEAD(self):
+        self.do_GET(body=False)
+
+    def do_GET(self, body=True):
+        hub, fault = self.server, self.server.fault
+        wanted = f"/{rlhf.PINNED_REPOSITORY}/resolve/{rlhf.PINNED_COMMIT}/model.safetensors"
+        if self.path != wanted or isinstance(fault, int):
+            return self.send_error(fault if self.path == wanted else 404)
+        content = {"wrong bytes": bytes(5000), "wrong size": FETCHED[:3]}.get(fault, FETCHED)
+        start = int((self.headers["Range"] or "bytes=0-")[len("bytes="):-1])
+        self.send_response(206 if start else 200)
+        if fault != "no hub":
+            self.send_header("X-Repo-Commit", rlhf.PINNED_COMMIT)
+        self.send_header("ETag", f'"{hashlib.sha256(FETCHED).hexdigest()}"')
+        self.send_header("Content-Length", len(content) - start - (body and fault == "too short"))
+        self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+        self.end_headers()
+        if not body:
+            return
+        hub.ranges.append(self.headers["Range"])
+        cut = fault in ("always cut", "Ctrl-C") or fault == "cut once" and len(hub.ranges) == 1
+        end = 2500 if cut else 4999 if fault == "too short" else len(content)
+        self.wfile.write(content[start:end])
+        if fault == "Ctrl-C":
+            self.wfile.flush()
+            os.kill(os.getpid(), signal.SIGINT)
+            self.connection.settimeout(5)
+            with contextlib.suppress(OSError):
+                self.connection.recv(1)     # until the other side hangs up
+
+    def log_message(self, *_):
+        pass
+
+
+def forget_hub_library():
+    """huggingface_hub reads its environment when it is imported; forgotten, it does so again."""
+    return {name: sys.modules.pop(name) for name in list(sys.modules)
+            if name.split(".")[0] == "huggingface_hub"}
+
+
+@pytest.fixture
+def loopback_hub(tmp_path, monkeypatch):
+    """The server, an empty cache, and a library that asks nobody else and does not wait."""
+    monkeypatch.setattr(rlhf, "DATA", tmp_path / "data")
+    monkeypatch.setattr(rlhf, "code_identity", lambda: "code")
+    monkeypatch.setitem(rlhf.PINNED_BYTES, "model.safetensors", len(FETCHED))
+    monkeypatch.setitem(rlhf.PINNED_SHA256, "model.safetensors",
+                        hashlib.sha256(FETCHED).hexdigest())
+    for name in list(os.environ):
+        if name.startswith(("HF_", "HUGGING", "TRANSFORMERS_")) or name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), LoopbackHub)
+    server.fault, server.ranges, server.cache = None, [], tmp_path / "huggingface" / "hub"
+    for name, value in (("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}"),
+                        ("HF_HOME", tmp_path / "huggingface"), ("NO_PROXY", "127.0.0.1"),
+                        ("HF_HUB_DISABLE_XET", "1"), ("HF_HUB_DISABLE_PROGRESS_BARS", "1")):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(logging.getLogger("huggingface_hub"), "handlers", [])
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)    # between the library's retries
+    before = forget_hub_library()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    forget_hub_library()
+    sys.modules.update(before)
+
+
+def cached_files(hub):
+    """Whatever in the cache could be taken for weights, or be half of them."""
+    return [p for p in hub.cache.rglob("*") if p.is_file() and p.parent.name in (
+        "blobs", rlhf.PINNED_COMMIT) and not p.is_symlink()]
+
+
+def fetch_refusal(*argv):
+    """The one error line; what the library says about its retries may stand before it."""
+    status, out, err = mini_main(*argv)
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert status == 1 and len(errors) == 1 and err.endswith(errors[0] + "\n"), out + err
+    assert "Traceback" not in err
+    return errors[0]
+
+
+@pytest.mark.parametrize("variable", ["HF_HOME", "HF_HUB_CACHE"])
+def test_weights_are_taken_from_data_else_from_the_cache_else_fetched(
+        loopback_hub, tmp_path, monkeypatch, variable):
+    if variable == "HF_HUB_CACHE":
+        loopback_hub.cache = tmp_path / "elsewhere"
+        monkeypatch.setenv("HF_HUB_CACHE", str(loopback_hub.cache))
+    weights = lambda run: mini_json(tmp_path / run / "run.json")["weights"]
+    auto = ("--phase", "base", "--model", "auto", "--out")
+    args = rlhf.command_line().parse_args([*auto, str(tmp_path / "fetched")])
+    assert rlhf.choose_model(args, {})[0] == "tiny" and not loopback_hub.ranges, \
+        "the default fetches nothing"
+    assert "--phase base" in fetch_refusal(
+        "--phase", "sft", "--model", "qwen", "--out", tmp_path / "fetched")
+    status, out, err = mini_main(*FETCH, tmp_path / "fetched")
+    assert status == 0 and loopback_hub.ranges == [None], out + err
+    assert Path(weights("fetched")["path"]).read_bytes() == FETCHED
+    assert loopback_hub.cache in Path(weights("fetched")["path"]).parents
+    forget_hub_library()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    status, out, err = mini_main(*auto, tmp_path / "cached")
+    assert status == 0 and "model qwen" in out and weights("cached") == weights("fetched"), err
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "model.safetensors").write_bytes(FETCHED)
+    status, out, err = mini_main(*auto, tmp_path / "by hand")
+    assert status == 0 and len(loopback_hub.ranges) == 1, out + err
+    assert weights("by hand")["path"] == str(tmp_path / "data" / "model.safetensors")
+
+
+def test_a_body_cut_in_the_middle_is_completed(loopback_hub, tmp_path, monkeypatch):
+    import huggingface_hub.constants
+    monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 500)  # of 10 MB
+    loopback_hub.fault = "cut once"
+    status, out, err = mini_main(*FETCH, tmp_path / "run")
+    assert status == 0 and loopback_hub.ranges == [None, "bytes=2500-"], out + err
+    assert [p.read_bytes() for p in cached_files(loopback_hub)] == [FETCHED]
+
+
+def full_disk(path, *args, real=Path.open, **kwargs):
+    """Path.open, on a disk that has no room for what is being fetched."""
+    file = real(path, *args, **kwargs)
+    if path.name.endswith(".incomplete"):
+        def no_room(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        file = contextlib.nullcontext(SimpleNamespace(write=no_room, tell=file.tell))
+    return file
+
+
+def lost_in_xet(*args, **kwargs):
+    raise RuntimeError("Data processing error: CAS service error")
+
+
+FETCH_FAULTS = {  # what happens: what the line must say of it
+    404: "404", 403: "403", 500: "500", "no network": "refused", "offline": "HF_HUB_OFFLINE",
+    "always cut": "2500", "too short": "4999", "wrong size": "has 3 bytes",
+    "wrong bytes": hashlib.sha256(bytes(5000)).hexdigest(), "no hub": "does not seem to be",
+    "full disk": os.strerror(errno.ENOSPC), "senseless endpoint": "HF_ variables",
+    "xet": "CAS service error", "unusable cache": "snapshots"}
+
+
+@pytest.mark.parametrize("fault", FETCH_FAULTS)
+def test_a_fetch_that_fails_is_one_line_and_leaves_nothing_to_mistake_for_the_weights(
+        loopback_hub, tmp_path, monkeypatch, fault):
+    loopback_hub.fault = fault
+    snapshots = loopback_hub.cache / "models--Qwen--Qwen2.5-0.5B-Instruct" / "snapshots"
+    if fault == "unusable cache":       # a file in the folder's place: no permission stops root
+        snapshots.parent.mkdir(parents=True)
+        snapshots.touch()
+    with monkeypatch.context() as patch:
+        if fault == "no network":
+            with http.server.HTTPServer(("127.0.0.1", 0), LoopbackHub) as closed:
+                patch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{closed.server_port}")
+        if fault == "senseless endpoint":
+            patch.setenv("HF_ENDPOINT", "http://[")
+        if fault == "offline":
+            patch.setenv("HF_HUB_OFFLINE", "1")
+        if fault == "full disk":
+            patch.setattr(Path, "open", full_disk)
+        if fault == "xet":
+            import huggingface_hub
+            patch.setattr(huggingface_hub, "hf_hub_download", lost_in_xet)
+        message = fetch_refusal(*FETCH, tmp_path / "run")
+    for part in (FETCH_FAULTS[fault], "same command", f"{rlhf.PINNED_ADDRESS}model.safetensors",
+                 str(tmp_path / "data" / "model.safetensors")):
+        assert part in message
+    assert cached_files(loopback_hub) == [] and not (tmp_path / "run").exists()
+    loopback_hub.fault = None
+    if fault == "unusable cache":
+        snapshots.unlink()
+    forget_hub_library()
+    assert rlhf.find_pinned_weights() is None
+    status, out, err = mini_main(*FETCH, tmp_path / "run")
+    assert status == 0 and [p.read_bytes() for p in cached_files(loopback_hub)] == [FETCHED], err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a process can't send itself Ctrl-C there")
+def test_ctrl_c_while_fetching_leaves_no_half_of_a_gigabyte(loopback_hub, tmp_path):
+    def at_once(*_):
+        raise AssertionError("the handler of the script's start would leave the half file there")
+    before = signal.signal(signal.SIGINT, at_once)
+    try:
+        loopback_hub.fault = "Ctrl-C"
+        assert mini_main(*FETCH, tmp_path / "run")[0] == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert loopback_hub.ranges == [None] and cached_files(loopback_hub) == []
+
+
+def test_wrong_weights_found_in_the_cache_are_refused_and_left_to_the_user(
+        loopback_hub, tmp_path):
+    assert mini_main(*FETCH, tmp_path / "first")[0] == 0
+    [path] = cached_files(loopback_hub)
+    path.write_bytes(bytes(5000))
+    for folder in ("first", "second"):      # one that knew the right file, and a new one
+        message = fetch_refusal(*FETCH, tmp_path / folder)
+        assert f"{path} has sha256" in message and "delete it" in message
+    assert path.read_bytes() == bytes(5000) and len(loopback_hub.ranges) == 1
+    path.unlink()
+    for folder in ("first", "second"):
+        assert mini_main(*FETCH, tmp_path / folder)[0] == 0
+    assert path.read_bytes() == FETCHED and len(loopback_hub.ranges) == 2
+
+
+def test_a_verification_is_remembered_until_the_file_changes(loopback_hub, tmp_path, monkeypatch):
+    hashed, real = [], rlhf.sha256_file
+    monkeypatch.setattr(rlhf, "sha256_file", lambda path: hashed.append(path) or real(path))
+    times = lambda path: hashed.count(path)
+    assert mini_main(*FETCH, tmp_path / "run")[0] == 0
+    [path] = cached_files(loopback_hub)
+    assert times(path) == 1
+    assert mini_main(*FETCH, tmp_path / "run")[0] == 0
+    assert times(path) == 1, "a gigabyte was read again"
+    os.utime(path, ns=(1, 1))
+    assert mini_main(*FETCH, tmp_path / "run")[0] == 0
+    assert times(path) == 2, "a file with another time is another file"
+
+
+def test_a_run_goes_on_with_the_same_weights_in_another_place(loopback_hub, tmp_path):
+    assert mini_main(*FETCH, tmp_path / "run")[0] == 0
+    [path] = cached_files(loopback_hub)
+    (tmp_path / "data").mkdir()
+    path.rename(tmp_path / "data" / "model.safetensors")
+    status, out, err = mini_main(*FETCH, tmp_path / "run")
+    assert status == 0 and "done already" in out and len(loopback_hub.ranges) == 1, err
 
 
 # ---- What broke it once: damaged folders, and readers that leave ----
