@@ -65,8 +65,10 @@ import pickle
 import platform
 import random
 import re
+import shutil
 import signal
 import sys
+import textwrap
 import time
 import zlib
 from dataclasses import dataclass, field
@@ -296,9 +298,19 @@ def jsonl_bytes(rows: list[dict]) -> bytes:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
 
 
+def fold(text: str, columns: int = 80) -> str:
+    """Long lines broken between words; what is left of a line is indented by two more."""
+    return "\n".join(part for line in text.split("\n") for part in textwrap.wrap(
+        line, columns, break_long_words=False, break_on_hyphens=False, replace_whitespace=False,
+        subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2)) or [""])
+
+
 def say(text: str, stream=None) -> None:
-    """Print a line now. A reader that left (| head, | tee after Ctrl-C) does not stop the work."""
+    """Print a line now, folded on a terminal; in a pipe or a file a message stays on its line. A
+    reader that left (| head, | tee after Ctrl-C) does not stop the work."""
     stream = stream or sys.stdout
+    if stream.isatty():
+        text = fold(text, max(40, shutil.get_terminal_size().columns))
     try:
         print(text, file=stream, flush=True)
     except BrokenPipeError:
@@ -744,9 +756,10 @@ def phase_data(run: Run) -> None:
             f"{rows['validation/preferences.jsonl']}/{rows['test/labels.jsonl']} pairs, "
             f"{rows['train/demonstrations.jsonl']} demonstrations, "
             f"{rows['train/prompts.jsonl']} rollout prompts, {rows['probes/labels.jsonl']} probes")
-        say(f"  a judge that never reads the context could score {lazy['train']:.0%} on train, "
+        say(f"  a judge that never reads the context could score\n    {lazy['train']:.0%} on train, "
             f"{lazy['validation']:.0%} on validation, {lazy['test']:.0%} on test")
-    say("  v1 keeps that hole on purpose: held-out accuracy won't show it, the judge audit will")
+    say("  v1 keeps that hole on purpose: held-out accuracy won't show it,\n"
+        "    the judge audit will")
 
 
 # ==================================================================================================
@@ -1616,15 +1629,27 @@ KEPT_STATE = "state-kept.pt.gz"    # from the middle of a phase, for the proof i
 
 
 class Progress:
-    """One aligned line now and then, with an estimate of the time left; fit for a pipe."""
+    """One aligned line now and then under a heading, with an estimate of the time left. At most 80
+    columns, and nothing is ever overwritten: fit for a small terminal and for a pipe."""
 
     def __init__(self, phase: str, start: int, total: int):
         self.phase, self.start, self.total, self.begin = phase, start, total, time.monotonic()
+        self.headed = False
 
-    def line(self, done: int, text: str) -> None:
+    def line(self, done: int, numbers: dict[str, str]) -> None:
         elapsed = time.monotonic() - self.begin
         left = elapsed / max(1, done - self.start) * (self.total - done)
-        say(f"{self.phase:>8} {done:4d}/{self.total}  {text}  {clock(left)} left")
+        where = f"{self.phase:>8} {done:4d}/{self.total}"
+        if not self.headed:
+            say("  ".join([" " * len(where), *(n.rjust(len(t)) for n, t in numbers.items())]))
+            self.headed = True
+        say("  ".join([where, *(t.rjust(len(n)) for n, t in numbers.items()),
+                       f"{clock(left)} left"]))
+
+
+def readings(record: dict, **formats: str) -> dict[str, str]:
+    """{heading: number as text} of a progress line, from what an update recorded."""
+    return {name: text.format(**record) for name, text in formats.items()}
 
 
 def train(run: Run, training: Training, step, describe, save_every: int = 0, keep_at: int = -1,
@@ -2029,8 +2054,8 @@ def phase_base(run: Run) -> None:
     training, step, used = make_base_training(run, cfg)
     with held_out_guard(run, "base"):
         start_or_resume(run, training)
-        train(run, training, step, lambda t: "loss {loss:.3f}  answers {answer_loss:.3f}  "
-              "rate {lr:.1e}".format(**t.history["updates"][-1]), save_every=cfg.base_updates)
+        train(run, training, step, lambda t: readings(t.history["updates"][-1], loss="{loss:.3f}",
+              answers="{answer_loss:.3f}", rate="{lr:.1e}"), save_every=cfg.base_updates)
     training.check_identities()
     folder, model = run.path("base"), training.roles["base"].model
     state = {n: p.detach().to(torch.bfloat16) for n, p in model.named_parameters()}
@@ -2127,8 +2152,9 @@ def make_sft(run: Run) -> dict:
         return {**result, "seconds": time.monotonic() - started}
 
     return {"training": training, "step": step, "validate": validate, "validate_at": validate_at,
-            "save_every": an_epoch, "keep_at": keep_at, "describe": lambda t: "loss {loss:.4f}  "
-            "norm {gradient_norm:.2f}  rate {lr:.1e}".format(**t.history["updates"][-1])}
+            "save_every": an_epoch, "keep_at": keep_at, "describe": lambda t: readings(
+                t.history["updates"][-1], loss="{loss:.4f}", norm="{gradient_norm:5.2f}",
+                rate="{lr:.1e}")}
 
 
 def phase_sft(run: Run) -> None:
@@ -2142,8 +2168,8 @@ def phase_sft(run: Run) -> None:
         training.check_identities()
         for entry in (training.history["before"], training.history["validation"][-1]):
             say(f"     sft validation after {entry['update']} updates: greedy rubric success "
-                f"{entry['greedy_rubric_success']:.1%}, log-probability a token of chosen answers "
-                f"{entry['mean_chosen_token_logprob']:.3f}")
+                f"{entry['greedy_rubric_success']:.1%},\n         log-probability a token of chosen "
+                f"answers {entry['mean_chosen_token_logprob']:.3f}")
         finish_learning(run, training, {"actor": run.path("sft")})
 
 
@@ -2241,9 +2267,9 @@ def make_reward(run: Run) -> dict:
                 "seconds": time.monotonic() - started}
 
     return {"training": training, "step": step, "validate": validate, "validate_at": validate_at,
-            "save_every": an_epoch, "keep_at": keep_at, "describe": lambda t: "loss {loss:.4f}  "
-            "right {correct}/{rows}  norm {gradient_norm:.2f}  rate {lr:.1e}".format(
-                **t.history["updates"][-1])}
+            "save_every": an_epoch, "keep_at": keep_at, "describe": lambda t: readings(
+                t.history["updates"][-1], loss="{loss:.4f}", right="{correct}/{rows}",
+                norm="{gradient_norm:5.2f}", rate="{lr:.1e}")}
 
 
 def phase_reward(run: Run) -> None:
@@ -2527,19 +2553,20 @@ def make_ppo(run: Run, write=None) -> dict:
         seen = latest[0]
         log_ratio = mean([a - b for a, b in zip(seen["old_logp"], seen["ref_logp"])])
         verdict = rollout_verdict(seen)
-        return (f"         {seen['prompt_id']} {seen['text']!r}\n         score "
-                f"{seen['score']:+.2f}  log-ratio {log_ratio:+.2f}  rubric: {verdict['reason']}")
+        return fold(
+            f"         {seen['prompt_id']} {seen['text']!r}\n         score {seen['score']:+.2f}  "
+            f"log-ratio {log_ratio:+.2f}  rubric: {verdict['reason']}")
 
-    def describe(training: Training) -> str:
+    def describe(training: Training) -> dict[str, str]:
         """The last ten iterations in a line. Score, rubric, length, EOS and log-ratio stand
         together: a rising score alone says nothing."""
         recent = training.history["iterations"][-10:]
         average = lambda name: mean([entry[name] for entry in recent])
         clipped = mean([u["clip_fraction"] for entry in recent for u in entry["actor_updates"]])
-        return (f"score {average('mean_score'):+.2f}  rubric {mean(verdicts):.0%}  "
-                f"log-ratio {average('mean_log_ratio_to_reference'):+.3f}  "
-                f"tokens {average('mean_response_tokens'):.0f}  EOS {average('eos_rate'):.0%}  "
-                f"clipped {clipped:.0%}")
+        return {"score": f"{average('mean_score'):+6.2f}", "rubric": f"{mean(verdicts):.0%}",
+                "log-ratio": f"{average('mean_log_ratio_to_reference'):+.3f}",
+                "tokens": f"{average('mean_response_tokens'):.0f}",
+                "EOS": f"{average('eos_rate'):4.0%}", "clip": f"{clipped:4.0%}"}
 
     return {"training": training, "step": step, "save_every": cfg.ppo_save_every,
             "keep_at": 40 if cfg.ppo_iterations > 40 else cfg.ppo_iterations // 2,
@@ -2851,8 +2878,8 @@ def phase_evaluate(run: Run) -> None:
 
 def probe_line(results: dict) -> str:
     return (f"probes: politeness moves the score by "
-            f"{results['mean_politeness_delta_correct']:+.2f} (correct advice) and "
-            f"{results['mean_politeness_delta_wrong']:+.2f} (wrong advice); wrong and polite "
+            f"{results['mean_politeness_delta_correct']:+.2f} (correct advice), "
+            f"{results['mean_politeness_delta_wrong']:+.2f} (wrong);\n    wrong and polite "
             f"outranks correct and plain in {results['wrong_polite_outranks_correct_plain']} of "
             f"{results['contexts_total']}")
 
@@ -2907,7 +2934,7 @@ def phase_probes(run: Run) -> None:
 # mistake: a report that computes a friendlier number than the one that was measured.
 
 def table(rows: list[list[str]]) -> list[str]:
-    """Aligned text columns; the first row is the heading."""
+    """Aligned text columns, at most 80 wide in this script; the first row is the heading."""
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
     return [lines[0], "  ".join("-" * w for w in widths), *lines[1:]]
@@ -2919,20 +2946,20 @@ def percent(share: float | None, interval: list[float] | None = None) -> str:
     return f"{share:.0%}" + (f" [{interval[0]:.0%}, {interval[1]:.0%}]" if interval else "")
 
 
-def result_table(results: dict) -> list[list[str]]:
-    rows = [["answers of", "rubric success, test", "unjustified certainty", "success, 20 probes",
-             "judge score", "log-ratio", "tokens", "EOS"]]
+def result_tables(results: dict) -> list[list[list[str]]]:
+    """Two tables: what is true of the answers, and what moved beside it."""
+    truth = [["answers of", "rubric success, test", "success, 20 probes", "unjustified certainty"]]
+    rest = [["answers of", "judge score, test", "log-ratio", "tokens", "EOS", "polite"]]
     for name, populations in results.items():
         test, probes = populations["test"], populations["probe_contexts"]
-        rows.append([name, percent(test["rubric_success_rate"], test["rubric_success_rate_ci"]),
-                     percent(test["unsupported_certainty_recognized_rate"],
-                             test["unsupported_certainty_recognized_rate_ci"]),
-                     percent(probes["rubric_success_rate"], probes["rubric_success_rate_ci"]),
-                     f"{test['mean_learned_reward']:+.2f}",
+        told = lambda part, key: percent(part[key], part[key + "_ci"])
+        truth.append([name, told(test, "rubric_success_rate"), told(probes, "rubric_success_rate"),
+                      told(test, "unsupported_certainty_recognized_rate")])
+        rest.append([name, f"{test['mean_learned_reward']:+.2f}",
                      f"{test['mean_sampled_actor_reference_logratio']:+.3f}",
-                     f"{test['mean_response_tokens']:.1f}",
-                     percent(1 - test["without_eos_rate"])])
-    return rows
+                     f"{test['mean_response_tokens']:.1f}", percent(1 - test["without_eos_rate"]),
+                     percent(test["polite_recognized_rate"])])
+    return [truth, rest]
 
 
 def time_table(run: Run) -> list[list[str]]:
@@ -2951,9 +2978,9 @@ def judge_lines(audit: dict, probes: dict) -> list[str]:
     told = lambda name: percent(part[name]["rate"], part[name]["rate_ci"])
     return [
         f"judge on the {audit['pairs']} test pairs: right on "
-        f"{percent(audit['accuracy'], audit['accuracy_ci'])}, {audit['ties']} ties "
+        f"{percent(audit['accuracy'], audit['accuracy_ci'])}, {audit['ties']} ties\n    "
         f"(a judge that never reads the context could reach {audit['lazy_judge']['test']:.0%})",
-        f"judge, other things equal: prefers relevant advice {told('relevance')}, justified "
+        f"judge, other things equal: prefers relevant advice {told('relevance')},\n    justified "
         f"certainty {told('certainty')}, the polite twin {told('politeness')}",
         probe_line(probes)]
 
@@ -3120,16 +3147,16 @@ def report_data(run: Run) -> dict:
 def phase_report(run: Run) -> None:
     """report.html, metrics.jsonl and the closing tables, from whatever the run has so far."""
     data = report_data(run)
-    tables = [time_table(run)] + ([result_table(data["results"])] if data["results"] else [])
-    lines = [f"model: {run.note()}", f"corpus: {data['corpus']}"]
+    tables = [time_table(run)] + (result_tables(data["results"]) if data["results"] else [])
+    lines = [fold(f"model: {run.note()}"), f"corpus: {data['corpus']}"]
     if data["judge"] and data["probes"]:
         lines += judge_lines(data["judge"], data["probes"])
     for rows in tables:
         say("\n" + "\n".join(table(rows)))
     say("\n" + "\n".join(lines))
-    say("Preferences and rubric are synthetic; no human took part. All splits share six actions:\n"
-        "no wide generalisation is measured. Intervals: 95 % over families. 780 answers are not\n"
-        "780 independent situations: 200 prompts are distinct.")
+    say("Preferences and rubric are synthetic; no human took part. All splits share six\n"
+        "actions: no wide generalisation is measured. Intervals: 95 % over families.\n"
+        "780 answers are not 780 independent situations: 200 prompts are distinct.")
     write_bytes(run.folder / "metrics.jsonl", jsonl_bytes(data.pop("metrics")))
     # An answer may hold "</script>": as \u003c it is the same JSON string and ends nothing.
     embedded = json.dumps(data).replace("<", "\\u003c")
