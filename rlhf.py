@@ -57,6 +57,7 @@ import dataclasses
 import functools
 import gzip
 import hashlib
+import html
 import io
 import json
 import math
@@ -3144,6 +3145,121 @@ def report_data(run: Run) -> dict:
         "metrics": metrics_rows(histories, curve, rollouts, entries, run.config)}
 
 
+# -- two pictures -----------------------------------------------------------------------------------
+# For places where the page cannot be shown, such as a README. They have a ground of their own, so
+# that they read on a dark page too, and tell apart by shape and word, never by colour alone.
+
+PICTURE_STYLE = (
+    "text{font:13px system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif;"
+    "fill:#1b2025;font-variant-numeric:tabular-nums;paint-order:stroke;stroke:#fbfbf9;"
+    "stroke-width:3px}.head{font-size:17px;font-weight:600}"
+    ".soft{fill:#59626b}path{fill:none;stroke:currentColor;stroke-width:1.5}.grid{stroke:#dfe2de;stroke-width:1}"
+    ".raw{opacity:.35;stroke-width:1}.thick{stroke-width:2.4;stroke-linejoin:round}.way{stroke-dasharray:2 5}"
+    ".ink{color:#1b2025}.base{color:#59626b}.sft{color:#0067a3}.ppo{color:#b34a00}"
+    "path.full{fill:currentColor}path.hollow{fill:#fbfbf9;stroke-width:1.8}")
+MARKS = {"base": "m-5,-5h10v10h-10z", "sft": "m-5.5,0a5.5,5.5 0 1 0 11,0a5.5,5.5 0 1 0 -11,0",
+         "ppo": "m0,-7l7,7l-7,7l-7,-7z"}          # square, circle, diamond, as on the page
+
+
+def picture(title: str, told: str, height: int, parts: list[str]) -> bytes:
+    """An SVG that needs nothing else; `told` is what a screen reader says of it."""
+    escape = html.escape
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 {height}" role="img" '
+            f'aria-labelledby="title told"><title id="title">{escape(title)}</title>'
+            f'<desc id="told">{escape(told)}</desc><style>{PICTURE_STYLE}</style>'
+            f'<rect x=".5" y=".5" width="719" height="{height - 1}" rx="8" fill="#fbfbf9" '
+            f'stroke="#d8dbd6"/>\n' + "\n".join([written(20, 30, title, "head"), *parts])
+            + "\n</svg>\n").encode()
+
+
+def footer(y: float, note: str) -> list[str]:
+    """Which model this is, under every picture."""
+    return [written(20, y + 18 * k, line) for k, line in enumerate(fold(note, 104).split("\n"))]
+
+
+def written(x: float, y: float, text: str, look: str = "soft", anchor: str = "start") -> str:
+    return (f'<text x="{x:.1f}" y="{y:.1f}" class="{look}" text-anchor="{anchor}">'
+            f'{html.escape(text)}</text>')
+
+
+def drawn(points: list[tuple[float, float]], look: str) -> str:
+    return f'<path class="{look}" d="M' + "L".join(f"{x:.1f},{y:.1f}" for x, y in points) + '"/>'
+
+
+def scale(values: list[float], start: float, end: float):
+    """(value -> place between start and end, round values for the axis)."""
+    low, high = min(values), max(values)
+    spare = 0.06 * (high - low) or 0.5
+    low, high = low - spare, high + spare
+    power = 10 ** math.floor(math.log10((high - low) / 4))
+    step = next(k * power for k in (1, 2, 5, 10) if 6 * k * power >= high - low)
+    marks = [k * step for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    return lambda value: start + (value - low) / (high - low) * (end - start), marks
+
+
+def training_picture(curve: list[dict], note: str) -> bytes:
+    """The same sampled answers, judged twice, over PPO: thin raw, thick the mean of neighbours."""
+    reach, parts, told = max(1, round(len(curve) / 20)), [], []
+    across, marks = scale([point["iteration"] for point in curve], 76, 580)
+    share = "{:.0%}".format
+    panels = {"judge's score: what PPO optimises": ("mean_score", "ppo", "{:+.1f}".format),
+              "rubric success: what training never sees": ("rubric_success", "sft", share),
+              "polite answers: the rubric gives nothing for that": ("polite", "base", share)}
+    for k, (heading, (key, colour, text)) in enumerate(panels.items()):
+        top, values = 78 + 128 * k, [point[key] for point in curve]
+        smooth = [mean(values[max(0, i - reach):i + reach + 1]) for i in range(len(values))]
+        up, levels = scale(values if key == "mean_score" else [0, 1], top + 82, top)
+        place = lambda numbers: [(across(p["iteration"]), up(n)) for p, n in zip(curve, numbers)]
+        change = f"{text(smooth[0])} \u2192 {text(smooth[-1])}"
+        told.append(f"{heading}: {change}")
+        parts += [written(20, top - 12, heading, "")]
+        for level in levels if key == "mean_score" else (0, 0.5, 1):
+            parts += [drawn([(76, up(level)), (580, up(level))], "grid"),
+                      written(68, up(level) + 4, share(level) if text is share else f"{level:+g}",
+                              anchor="end")]
+        parts += [f'<g class="{colour}">', drawn(place(values), "raw"),
+                  drawn(place(smooth), "thick"), "</g>", written(592, up(smooth[-1]) + 4, change, "")]
+    parts += [written(across(m), 440, f"{m:g}", anchor="middle")
+              for m in marks if m >= 1 and m == int(m)]
+    parts += [written(592, 440, "iteration"), *footer(470, note)]
+    return picture("While PPO learned: the same sampled answers, judged twice",
+                   "; ".join(told) + ". " + note, 504, parts)
+
+
+def result_picture(means: dict, note: str) -> bytes:
+    """Held-out answers of base, SFT and PPO: judge's score to the right, rubric success upward."""
+    spots = [(population, actor, means[population][actor]["score"],
+              means[population][actor]["rubric_success"])
+             for population in ("probe_contexts", "test") for actor in ACTORS]
+    across, marks = scale([x for *_, score, _ in spots for x in score["ci"]], 76, 690)
+    up, _ = scale([0, 1], 400, 76)
+    parts = [written(20, 54, "Up: more answers pass the rubric. Right: the judge likes them better."
+                             " Right and down: a shortcut."),
+             written(20, 80, "rubric success", ""), written(690, 444, "judge's score", "", "end")]
+    for level in (0, 0.25, 0.5, 0.75, 1):
+        parts += [drawn([(76, up(level)), (690, up(level))], "grid"),
+                  written(68, up(level) + 4, f"{level:.0%}", anchor="end")]
+    parts += [written(across(m), 424, f"{m:+g}", anchor="middle") for m in marks]
+    told, names = [], {"base": "base", "sft": "SFT", "ppo": "PPO"}
+    for population, shape in (("probe_contexts", "hollow"), ("test", "full")):
+        here = [(actor, score, rubric) for where, actor, score, rubric in spots
+                if where == population]
+        parts.append(drawn([(across(s["mean"]), up(r["mean"])) for _, s, r in here], "ink way"))
+        for actor, score, rubric in here:
+            x, y = across(score["mean"]), up(rubric["mean"])
+            sides, ends = [across(e) for e in score["ci"]], [up(e) for e in rubric["ci"]]
+            told.append(f"{population.replace('_', ' ')}, {names[actor]}: judge score "
+                        f"{score['mean']:+.2f}, rubric success {rubric['mean']:.0%}")
+            parts += [f'<g class="{actor}"><title>{told[-1]}</title>',
+                      drawn([(sides[0], y), (sides[1], y)], ""), drawn([(x, e) for e in ends], ""),
+                      f'<path class="{shape}" d="M{x:.1f},{y:.1f}{MARKS[actor]}"/>', "</g>",
+                      written(x + 9, y - 9, names[actor], "")]
+    parts += [written(20, 444, "Filled: test prompts; hollow: probe contexts. "
+                               "Bars: 95 % over families."), *footer(470, note)]
+    return picture("Score and truth: base, SFT and PPO on held-out prompts", "; ".join(told) + ". "
+                   + note, 504, parts)
+
+
 def phase_report(run: Run) -> None:
     """report.html, metrics.jsonl and the closing tables, from whatever the run has so far."""
     data = report_data(run)
@@ -3158,6 +3274,10 @@ def phase_report(run: Run) -> None:
         "actions: no wide generalisation is measured. Intervals: 95 % over families.\n"
         "780 answers are not 780 independent situations: 200 prompts are distinct.")
     write_bytes(run.folder / "metrics.jsonl", jsonl_bytes(data.pop("metrics")))
+    if data["iterations"]:
+        write_bytes(run.folder / "training.svg", training_picture(data["iterations"], data["note"]))
+    if len(data["answers"]) == len(ACTORS):
+        write_bytes(run.folder / "result.svg", result_picture(data["means"], data["note"]))
     # An answer may hold "</script>": as \u003c it is the same JSON string and ends nothing.
     embedded = json.dumps(data).replace("<", "\\u003c")
     template = (DATA / "report_template.html").read_text(encoding="utf-8")
