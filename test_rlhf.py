@@ -2094,6 +2094,86 @@ def test_live_peft_loads_our_saved_judge_and_its_scores_are_ours_minus_the_bias(
     torch.testing.assert_close(ours - role.head.bias[0], expected, rtol=1e-5, atol=1e-5)
 
 
+CORPUS_TABLES = {       # file: (rows, columns beside id, family, prompt, prompt_sha256)
+    "train/demonstrations": (168, {"completion": "string"}),
+    "train/preferences": (840, {"chosen": "string", "rejected": "string"}),
+    "train/prompts": (672, {}),
+    "validation/preferences": (180, {"chosen": "string", "rejected": "string"}),
+    "test/prompts": (180, {}),
+    "test/labels": (180, {"chosen": "string", "rejected": "string", "expected_action": "int64"}),
+    "probes/prompts": (80, {}),
+    "probes/labels": (80, {"candidate": "string", "correct": "bool", "polite": "bool",
+                           "expected_action": "int64"})}
+
+
+@pytest.mark.parametrize("revision", ["v1", "v2"])
+def test_live_datasets_loads_every_file_of_the_corpus(tmp_path, revision):
+    """prompt and completion are SFT's columns; prompt, chosen and rejected those of reward models
+    and DPO (TRL's dataset formats "prompt-completion" and "preference")."""
+    datasets = pytest.importorskip("datasets")
+    folder = rlhf.corpus_folder(revision)
+    files = {p.relative_to(folder).with_suffix("").as_posix() for p in folder.glob("*/*.jsonl")}
+    assert files == set(CORPUS_TABLES)
+    for name, (count, more) in CORPUS_TABLES.items():
+        path = folder / f"{name}.jsonl"
+        table = datasets.load_dataset("json", data_files=str(path), split="train",
+                                      cache_dir=str(tmp_path))
+        columns = {key: "string" for key in ("id", "family", "prompt", "prompt_sha256")} | more
+        assert {key: kind.dtype for key, kind in table.features.items()} == columns, name
+        assert table.num_rows == count and table.to_list() == rlhf.read_jsonl(path), name
+
+
+CHATML = (          # the pinned model's own template, for messages without tools
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are Qwen, created by Alibaba "
+    "Cloud. You are a helpful assistant.<|im_end|>\n{% endif %}{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+
+
+def chat_columns(row):
+    """README's line: text columns become messages, so that the trainers render the template."""
+    return {key: [{"role": "user" if key == "prompt" else "assistant", "content": row[key]}]
+            for key in ("prompt", "completion", "chosen", "rejected") if key in row}
+
+
+def test_live_trl_trainers_read_our_rows_as_our_own_tokens(tmp_path):
+    """SFT, reward and DPO trainers prepare the committed files; what they would train on is what
+    this script trains on, and the one newline that the template puts behind EOS."""
+    trl, transformers = pytest.importorskip("trl"), pytest.importorskip("transformers")
+    datasets, tokens = pytest.importorskip("datasets"), rlhf.Tokens()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(HERE / "tokenizer.json"), eos_token="<|im_end|>",
+        pad_token="<|endoftext|>", chat_template=CHATML)
+    config = transformers.Qwen2Config(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, num_labels=1, eos_token_id=rlhf.EOS,
+        pad_token_id=rlhf.PAD)
+    lm = lambda: transformers.Qwen2ForCausalLM(config)
+    options = {"output_dir": str(tmp_path), "report_to": [], "use_cpu": True}
+
+    def prepared(trainer, settings, model, name, **more):
+        table = datasets.load_dataset("json", data_files=str(rlhf.DATA / "train" / name),
+                                      split="train", cache_dir=str(tmp_path)).select(range(5))
+        ready = trainer(model=model, args=settings(**options), processing_class=tokenizer,
+                        train_dataset=table.map(chat_columns), **more).train_dataset
+        return list(zip(table, ready))
+
+    newline = tokens.encode("\n")
+    ours = lambda row, key: (tokens.prompt(row["prompt"]), tokens.answer(row[key]) + newline)
+    for row, ready in prepared(trl.SFTTrainer, trl.SFTConfig, lm(), "demonstrations.jsonl"):
+        prompt, answer = ours(row, "completion")
+        assert ready["input_ids"] == prompt + answer
+        assert ready["labels"] == [-100] * len(prompt) + answer, "loss on the response only"
+    judge = transformers.Qwen2ForSequenceClassification(config)
+    for row, ready in prepared(trl.RewardTrainer, trl.RewardConfig, judge, "preferences.jsonl"):
+        for key in ("chosen", "rejected"):
+            assert ready[f"{key}_ids"] == sum(ours(row, key), [])
+    for row, ready in prepared(trl.DPOTrainer, trl.DPOConfig, lm(), "preferences.jsonl",
+                               ref_model=lm()):
+        for key in ("chosen", "rejected"):
+            assert (ready["prompt_ids"], ready[f"{key}_ids"]) == ours(row, key)
+
+
 # ---- Section 7: scores ----
 
 
