@@ -757,8 +757,9 @@ def phase_data(run: Run) -> None:
             f"{rows['validation/preferences.jsonl']}/{rows['test/labels.jsonl']} pairs, "
             f"{rows['train/demonstrations.jsonl']} demonstrations, "
             f"{rows['train/prompts.jsonl']} rollout prompts, {rows['probes/labels.jsonl']} probes")
-        say(f"  a judge that never reads the context could score\n    {lazy['train']:.0%} on train, "
-            f"{lazy['validation']:.0%} on validation, {lazy['test']:.0%} on test")
+        say(f"  a judge that never reads the context could score\n"
+            f"    {lazy['train']:.0%} on train, {lazy['validation']:.0%} on validation, "
+            f"{lazy['test']:.0%} on test")
     say("  v1 keeps that hole on purpose: held-out accuracy won't show it,\n"
         "    the judge audit will")
 
@@ -1898,9 +1899,9 @@ class Run:
 
 
 @contextlib.contextmanager
-def run_lock(folder: Path):
-    """One process a run folder: two would write into each other's states. Windows has no fcntl;
-    there it is up to the user."""
+def run_lock(folder: Path, look_on: bool = False):
+    """One process a run folder: two would write into each other's states. Yields True; or False
+    to one who only looks on while another works. Windows has no fcntl; it is up to the user."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
@@ -1910,6 +1911,9 @@ def run_lock(folder: Path):
             try:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
+                if look_on:
+                    yield False
+                    return
                 raise CourseError(f"another process is working in {folder}; wait for it, or use "
                                   "another folder (--out)") from None
         # What a process left that was killed while writing; only where and as this program writes.
@@ -1917,7 +1921,7 @@ def run_lock(folder: Path):
             for leftover in place.glob(".*.tmp") if place == folder else place.rglob(".*.tmp"):
                 if Path(leftover.stem).suffix in WRITTEN and leftover.is_file():
                     leftover.unlink()
-        yield
+        yield True
 
 
 def sealed_state(path: Path, phase: str) -> dict:
@@ -2169,8 +2173,9 @@ def phase_sft(run: Run) -> None:
         training.check_identities()
         for entry in (training.history["before"], training.history["validation"][-1]):
             say(f"     sft validation after {entry['update']} updates: greedy rubric success "
-                f"{entry['greedy_rubric_success']:.1%},\n         log-probability a token of chosen "
-                f"answers {entry['mean_chosen_token_logprob']:.3f}")
+                f"{entry['greedy_rubric_success']:.1%},\n"
+                f"         log-probability a token of chosen answers "
+                f"{entry['mean_chosen_token_logprob']:.3f}")
         finish_learning(run, training, {"actor": run.path("sft")})
 
 
@@ -3145,7 +3150,7 @@ def report_data(run: Run) -> dict:
         "metrics": metrics_rows(histories, curve, rollouts, entries, run.config)}
 
 
-# -- two pictures -----------------------------------------------------------------------------------
+# -- two pictures ----------------------------------------------------------------------------------
 # For places where the page cannot be shown, such as a README. They have a ground of their own, so
 # that they read on a dark page too, and tell apart by shape and word, never by colour alone.
 
@@ -3153,8 +3158,9 @@ PICTURE_STYLE = (
     "text{font:13px system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif;"
     "fill:#1b2025;font-variant-numeric:tabular-nums;paint-order:stroke;stroke:#fbfbf9;"
     "stroke-width:3px}.head{font-size:17px;font-weight:600}"
-    ".soft{fill:#59626b}path{fill:none;stroke:currentColor;stroke-width:1.5}.grid{stroke:#dfe2de;stroke-width:1}"
-    ".raw{opacity:.35;stroke-width:1}.thick{stroke-width:2.4;stroke-linejoin:round}.way{stroke-dasharray:2 5}"
+    ".soft{fill:#59626b}path{fill:none;stroke:currentColor;stroke-width:1.5}"
+    ".grid{stroke:#dfe2de;stroke-width:1}.raw{opacity:.35;stroke-width:1}"
+    ".thick{stroke-width:2.4;stroke-linejoin:round}.way{stroke-dasharray:2 5}"
     ".ink{color:#1b2025}.base{color:#59626b}.sft{color:#0067a3}.ppo{color:#b34a00}"
     "path.full{fill:currentColor}path.hollow{fill:#fbfbf9;stroke-width:1.8}")
 MARKS = {"base": "m-5,-5h10v10h-10z", "sft": "m-5.5,0a5.5,5.5 0 1 0 11,0a5.5,5.5 0 1 0 -11,0",
@@ -3218,7 +3224,8 @@ def training_picture(curve: list[dict], note: str) -> bytes:
                       written(68, up(level) + 4, share(level) if text is share else f"{level:+g}",
                               anchor="end")]
         parts += [f'<g class="{colour}">', drawn(place(values), "raw"),
-                  drawn(place(smooth), "thick"), "</g>", written(592, up(smooth[-1]) + 4, change, "")]
+                  drawn(place(smooth), "thick"), "</g>",
+                  written(592, up(smooth[-1]) + 4, change, "")]
     parts += [written(across(m), 440, f"{m:g}", anchor="middle")
               for m in marks if m >= 1 and m == int(m)]
     parts += [written(592, 440, "iteration"), *footer(470, note)]
@@ -3589,10 +3596,12 @@ def execute(args) -> None:
         raise UsageError("--prompt is not valid UTF-8 text")
     torch.set_deterministic_debug_mode("error")
     run = open_run(args)
-    with run_lock(run.folder):
+    with run_lock(run.folder, look_on=args.phase == "report") as mine:
         run.stop.install()
         say(f"{run.note()}\nfolder {run.folder}, corpus {run.corpus}, {run.config.dtype} on "
             + ", ".join(f"{k} {v}" for k, v in environment(run.device).items()))
+        if not mine:        # a report of a run that is still going: run.json is the other's
+            return phase_report(run)
         if args.phase == "ask":
             for needed in ("base", "sft", "reward", "ppo"):
                 run.done(needed)
