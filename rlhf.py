@@ -3170,7 +3170,8 @@ MARKS = {"base": "m-5,-5h10v10h-10z", "sft": "m-5.5,0a5.5,5.5 0 1 0 11,0a5.5,5.5
 def picture(title: str, told: str, height: int, parts: list[str]) -> bytes:
     """An SVG that needs nothing else; `told` is what a screen reader says of it."""
     escape = html.escape
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 {height}" role="img" '
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 {height}" width="720" '
+            f'height="{height}" role="img" '
             f'aria-labelledby="title told"><title id="title">{escape(title)}</title>'
             f'<desc id="told">{escape(told)}</desc><style>{PICTURE_STYLE}</style>'
             f'<rect x=".5" y=".5" width="719" height="{height - 1}" rx="8" fill="#fbfbf9" '
