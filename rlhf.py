@@ -57,6 +57,7 @@ import dataclasses
 import functools
 import gzip
 import hashlib
+import html
 import io
 import json
 import math
@@ -65,8 +66,10 @@ import pickle
 import platform
 import random
 import re
+import shutil
 import signal
 import sys
+import textwrap
 import time
 import zlib
 from dataclasses import dataclass, field
@@ -296,9 +299,19 @@ def jsonl_bytes(rows: list[dict]) -> bytes:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
 
 
+def fold(text: str, columns: int = 80) -> str:
+    """Long lines broken between words; what is left of a line is indented by two more."""
+    return "\n".join(part for line in text.split("\n") for part in textwrap.wrap(
+        line, columns, break_long_words=False, break_on_hyphens=False, replace_whitespace=False,
+        subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2)) or [""])
+
+
 def say(text: str, stream=None) -> None:
-    """Print a line now. A reader that left (| head, | tee after Ctrl-C) does not stop the work."""
+    """Print a line now, folded on a terminal; in a pipe or a file a message stays on its line. A
+    reader that left (| head, | tee after Ctrl-C) does not stop the work."""
     stream = stream or sys.stdout
+    if stream.isatty():
+        text = fold(text, max(40, shutil.get_terminal_size().columns))
     try:
         print(text, file=stream, flush=True)
     except BrokenPipeError:
@@ -744,9 +757,11 @@ def phase_data(run: Run) -> None:
             f"{rows['validation/preferences.jsonl']}/{rows['test/labels.jsonl']} pairs, "
             f"{rows['train/demonstrations.jsonl']} demonstrations, "
             f"{rows['train/prompts.jsonl']} rollout prompts, {rows['probes/labels.jsonl']} probes")
-        say(f"  a judge that never reads the context could score {lazy['train']:.0%} on train, "
-            f"{lazy['validation']:.0%} on validation, {lazy['test']:.0%} on test")
-    say("  v1 keeps that hole on purpose: held-out accuracy won't show it, the judge audit will")
+        say(f"  a judge that never reads the context could score\n"
+            f"    {lazy['train']:.0%} on train, {lazy['validation']:.0%} on validation, "
+            f"{lazy['test']:.0%} on test")
+    say("  v1 keeps that hole on purpose: held-out accuracy won't show it,\n"
+        "    the judge audit will")
 
 
 # ==================================================================================================
@@ -1616,15 +1631,27 @@ KEPT_STATE = "state-kept.pt.gz"    # from the middle of a phase, for the proof i
 
 
 class Progress:
-    """One aligned line now and then, with an estimate of the time left; fit for a pipe."""
+    """One aligned line now and then under a heading, with an estimate of the time left. At most 80
+    columns, and nothing is ever overwritten: fit for a small terminal and for a pipe."""
 
     def __init__(self, phase: str, start: int, total: int):
         self.phase, self.start, self.total, self.begin = phase, start, total, time.monotonic()
+        self.headed = False
 
-    def line(self, done: int, text: str) -> None:
+    def line(self, done: int, numbers: dict[str, str]) -> None:
         elapsed = time.monotonic() - self.begin
         left = elapsed / max(1, done - self.start) * (self.total - done)
-        say(f"{self.phase:>8} {done:4d}/{self.total}  {text}  {clock(left)} left")
+        where = f"{self.phase:>8} {done:4d}/{self.total}"
+        if not self.headed:
+            say("  ".join([" " * len(where), *(n.rjust(len(t)) for n, t in numbers.items())]))
+            self.headed = True
+        say("  ".join([where, *(t.rjust(len(n)) for n, t in numbers.items()),
+                       f"{clock(left)} left"]))
+
+
+def readings(record: dict, **formats: str) -> dict[str, str]:
+    """{heading: number as text} of a progress line, from what an update recorded."""
+    return {name: text.format(**record) for name, text in formats.items()}
 
 
 def train(run: Run, training: Training, step, describe, save_every: int = 0, keep_at: int = -1,
@@ -1872,9 +1899,9 @@ class Run:
 
 
 @contextlib.contextmanager
-def run_lock(folder: Path):
-    """One process a run folder: two would write into each other's states. Windows has no fcntl;
-    there it is up to the user."""
+def run_lock(folder: Path, look_on: bool = False):
+    """One process a run folder: two would write into each other's states. Yields True; or False
+    to one who only looks on while another works. Windows has no fcntl; it is up to the user."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
@@ -1884,6 +1911,9 @@ def run_lock(folder: Path):
             try:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
+                if look_on:
+                    yield False
+                    return
                 raise CourseError(f"another process is working in {folder}; wait for it, or use "
                                   "another folder (--out)") from None
         # What a process left that was killed while writing; only where and as this program writes.
@@ -1891,7 +1921,7 @@ def run_lock(folder: Path):
             for leftover in place.glob(".*.tmp") if place == folder else place.rglob(".*.tmp"):
                 if Path(leftover.stem).suffix in WRITTEN and leftover.is_file():
                     leftover.unlink()
-        yield
+        yield True
 
 
 def sealed_state(path: Path, phase: str) -> dict:
@@ -2029,8 +2059,8 @@ def phase_base(run: Run) -> None:
     training, step, used = make_base_training(run, cfg)
     with held_out_guard(run, "base"):
         start_or_resume(run, training)
-        train(run, training, step, lambda t: "loss {loss:.3f}  answers {answer_loss:.3f}  "
-              "rate {lr:.1e}".format(**t.history["updates"][-1]), save_every=cfg.base_updates)
+        train(run, training, step, lambda t: readings(t.history["updates"][-1], loss="{loss:.3f}",
+              answers="{answer_loss:.3f}", rate="{lr:.1e}"), save_every=cfg.base_updates)
     training.check_identities()
     folder, model = run.path("base"), training.roles["base"].model
     state = {n: p.detach().to(torch.bfloat16) for n, p in model.named_parameters()}
@@ -2127,8 +2157,9 @@ def make_sft(run: Run) -> dict:
         return {**result, "seconds": time.monotonic() - started}
 
     return {"training": training, "step": step, "validate": validate, "validate_at": validate_at,
-            "save_every": an_epoch, "keep_at": keep_at, "describe": lambda t: "loss {loss:.4f}  "
-            "norm {gradient_norm:.2f}  rate {lr:.1e}".format(**t.history["updates"][-1])}
+            "save_every": an_epoch, "keep_at": keep_at, "describe": lambda t: readings(
+                t.history["updates"][-1], loss="{loss:.4f}", norm="{gradient_norm:5.2f}",
+                rate="{lr:.1e}")}
 
 
 def phase_sft(run: Run) -> None:
@@ -2142,7 +2173,8 @@ def phase_sft(run: Run) -> None:
         training.check_identities()
         for entry in (training.history["before"], training.history["validation"][-1]):
             say(f"     sft validation after {entry['update']} updates: greedy rubric success "
-                f"{entry['greedy_rubric_success']:.1%}, log-probability a token of chosen answers "
+                f"{entry['greedy_rubric_success']:.1%},\n"
+                f"         log-probability a token of chosen answers "
                 f"{entry['mean_chosen_token_logprob']:.3f}")
         finish_learning(run, training, {"actor": run.path("sft")})
 
@@ -2241,9 +2273,9 @@ def make_reward(run: Run) -> dict:
                 "seconds": time.monotonic() - started}
 
     return {"training": training, "step": step, "validate": validate, "validate_at": validate_at,
-            "save_every": an_epoch, "keep_at": keep_at, "describe": lambda t: "loss {loss:.4f}  "
-            "right {correct}/{rows}  norm {gradient_norm:.2f}  rate {lr:.1e}".format(
-                **t.history["updates"][-1])}
+            "save_every": an_epoch, "keep_at": keep_at, "describe": lambda t: readings(
+                t.history["updates"][-1], loss="{loss:.4f}", right="{correct}/{rows}",
+                norm="{gradient_norm:5.2f}", rate="{lr:.1e}")}
 
 
 def phase_reward(run: Run) -> None:
@@ -2530,19 +2562,20 @@ def make_ppo(run: Run, write=None) -> dict:
         seen = latest[0]
         log_ratio = mean([a - b for a, b in zip(seen["old_logp"], seen["ref_logp"])])
         verdict = rollout_verdict(seen)
-        return (f"         {seen['prompt_id']} {seen['text']!r}\n         score "
-                f"{seen['score']:+.2f}  log-ratio {log_ratio:+.2f}  rubric: {verdict['reason']}")
+        return fold(
+            f"         {seen['prompt_id']} {seen['text']!r}\n         score {seen['score']:+.2f}  "
+            f"log-ratio {log_ratio:+.2f}  rubric: {verdict['reason']}")
 
-    def describe(training: Training) -> str:
+    def describe(training: Training) -> dict[str, str]:
         """The last ten iterations in a line. Score, rubric, length, EOS and log-ratio stand
         together: a rising score alone says nothing."""
         recent = training.history["iterations"][-10:]
         average = lambda name: mean([entry[name] for entry in recent])
         clipped = mean([u["clip_fraction"] for entry in recent for u in entry["actor_updates"]])
-        return (f"score {average('mean_score'):+.2f}  rubric {mean(verdicts):.0%}  "
-                f"log-ratio {average('mean_log_ratio_to_reference'):+.3f}  "
-                f"tokens {average('mean_response_tokens'):.0f}  EOS {average('eos_rate'):.0%}  "
-                f"clipped {clipped:.0%}")
+        return {"score": f"{average('mean_score'):+6.2f}", "rubric": f"{mean(verdicts):.0%}",
+                "log-ratio": f"{average('mean_log_ratio_to_reference'):+.3f}",
+                "tokens": f"{average('mean_response_tokens'):.0f}",
+                "EOS": f"{average('eos_rate'):4.0%}", "clip": f"{clipped:4.0%}"}
 
     return {"training": training, "step": step, "save_every": cfg.ppo_save_every,
             "keep_at": 40 if cfg.ppo_iterations > 40 else cfg.ppo_iterations // 2,
@@ -2854,8 +2887,8 @@ def phase_evaluate(run: Run) -> None:
 
 def probe_line(results: dict) -> str:
     return (f"probes: politeness moves the score by "
-            f"{results['mean_politeness_delta_correct']:+.2f} (correct advice) and "
-            f"{results['mean_politeness_delta_wrong']:+.2f} (wrong advice); wrong and polite "
+            f"{results['mean_politeness_delta_correct']:+.2f} (correct advice), "
+            f"{results['mean_politeness_delta_wrong']:+.2f} (wrong);\n    wrong and polite "
             f"outranks correct and plain in {results['wrong_polite_outranks_correct_plain']} of "
             f"{results['contexts_total']}")
 
@@ -2910,7 +2943,7 @@ def phase_probes(run: Run) -> None:
 # mistake: a report that computes a friendlier number than the one that was measured.
 
 def table(rows: list[list[str]]) -> list[str]:
-    """Aligned text columns; the first row is the heading."""
+    """Aligned text columns, at most 80 wide in this script; the first row is the heading."""
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
     return [lines[0], "  ".join("-" * w for w in widths), *lines[1:]]
@@ -2922,20 +2955,20 @@ def percent(share: float | None, interval: list[float] | None = None) -> str:
     return f"{share:.0%}" + (f" [{interval[0]:.0%}, {interval[1]:.0%}]" if interval else "")
 
 
-def result_table(results: dict) -> list[list[str]]:
-    rows = [["answers of", "rubric success, test", "unjustified certainty", "success, 20 probes",
-             "judge score", "log-ratio", "tokens", "EOS"]]
+def result_tables(results: dict) -> list[list[list[str]]]:
+    """Two tables: what is true of the answers, and what moved beside it."""
+    truth = [["answers of", "rubric success, test", "success, 20 probes", "unjustified certainty"]]
+    rest = [["answers of", "judge score, test", "log-ratio", "tokens", "EOS", "polite"]]
     for name, populations in results.items():
         test, probes = populations["test"], populations["probe_contexts"]
-        rows.append([name, percent(test["rubric_success_rate"], test["rubric_success_rate_ci"]),
-                     percent(test["unsupported_certainty_recognized_rate"],
-                             test["unsupported_certainty_recognized_rate_ci"]),
-                     percent(probes["rubric_success_rate"], probes["rubric_success_rate_ci"]),
-                     f"{test['mean_learned_reward']:+.2f}",
+        told = lambda part, key: percent(part[key], part[key + "_ci"])
+        truth.append([name, told(test, "rubric_success_rate"), told(probes, "rubric_success_rate"),
+                      told(test, "unsupported_certainty_recognized_rate")])
+        rest.append([name, f"{test['mean_learned_reward']:+.2f}",
                      f"{test['mean_sampled_actor_reference_logratio']:+.3f}",
-                     f"{test['mean_response_tokens']:.1f}",
-                     percent(1 - test["without_eos_rate"])])
-    return rows
+                     f"{test['mean_response_tokens']:.1f}", percent(1 - test["without_eos_rate"]),
+                     percent(test["polite_recognized_rate"])])
+    return [truth, rest]
 
 
 def time_table(run: Run) -> list[list[str]]:
@@ -2954,9 +2987,9 @@ def judge_lines(audit: dict, probes: dict) -> list[str]:
     told = lambda name: percent(part[name]["rate"], part[name]["rate_ci"])
     return [
         f"judge on the {audit['pairs']} test pairs: right on "
-        f"{percent(audit['accuracy'], audit['accuracy_ci'])}, {audit['ties']} ties "
+        f"{percent(audit['accuracy'], audit['accuracy_ci'])}, {audit['ties']} ties\n    "
         f"(a judge that never reads the context could reach {audit['lazy_judge']['test']:.0%})",
-        f"judge, other things equal: prefers relevant advice {told('relevance')}, justified "
+        f"judge, other things equal: prefers relevant advice {told('relevance')},\n    justified "
         f"certainty {told('certainty')}, the polite twin {told('politeness')}",
         probe_line(probes)]
 
@@ -3120,20 +3153,142 @@ def report_data(run: Run) -> dict:
         "metrics": metrics_rows(histories, curve, rollouts, entries, run.config)}
 
 
+# -- two pictures ----------------------------------------------------------------------------------
+# For places where the page cannot be shown, such as a README. They have a ground of their own, so
+# that they read on a dark page too, and tell apart by shape and word, never by colour alone.
+
+PICTURE_STYLE = (
+    "text{font:13px system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif;"
+    "fill:#1b2025;font-variant-numeric:tabular-nums;paint-order:stroke;stroke:#fbfbf9;"
+    "stroke-width:3px}.head{font-size:17px;font-weight:600}"
+    ".soft{fill:#59626b}path{fill:none;stroke:currentColor;stroke-width:1.5}"
+    ".grid{stroke:#dfe2de;stroke-width:1}.raw{opacity:.35;stroke-width:1}"
+    ".thick{stroke-width:2.4;stroke-linejoin:round}.way{stroke-dasharray:2 5}"
+    ".ink{color:#1b2025}.base{color:#59626b}.sft{color:#0067a3}.ppo{color:#b34a00}"
+    "path.full{fill:currentColor}path.hollow{fill:#fbfbf9;stroke-width:1.8}")
+MARKS = {"base": "m-5,-5h10v10h-10z", "sft": "m-5.5,0a5.5,5.5 0 1 0 11,0a5.5,5.5 0 1 0 -11,0",
+         "ppo": "m0,-7l7,7l-7,7l-7,-7z"}          # square, circle, diamond, as on the page
+
+
+def picture(title: str, told: str, height: int, parts: list[str]) -> bytes:
+    """An SVG that needs nothing else; `told` is what a screen reader says of it."""
+    escape = html.escape
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 {height}" width="720" '
+            f'height="{height}" role="img" '
+            f'aria-labelledby="title told"><title id="title">{escape(title)}</title>'
+            f'<desc id="told">{escape(told)}</desc><style>{PICTURE_STYLE}</style>'
+            f'<rect x=".5" y=".5" width="719" height="{height - 1}" rx="8" fill="#fbfbf9" '
+            f'stroke="#d8dbd6"/>\n' + "\n".join([written(20, 30, title, "head"), *parts])
+            + "\n</svg>\n").encode()
+
+
+def footer(y: float, note: str) -> list[str]:
+    """Which model this is, under every picture."""
+    return [written(20, y + 18 * k, line) for k, line in enumerate(fold(note, 104).split("\n"))]
+
+
+def written(x: float, y: float, text: str, look: str = "soft", anchor: str = "start") -> str:
+    return (f'<text x="{x:.1f}" y="{y:.1f}" class="{look}" text-anchor="{anchor}">'
+            f'{html.escape(text)}</text>')
+
+
+def drawn(points: list[tuple[float, float]], look: str) -> str:
+    return f'<path class="{look}" d="M' + "L".join(f"{x:.1f},{y:.1f}" for x, y in points) + '"/>'
+
+
+def scale(values: list[float], start: float, end: float):
+    """(value -> place between start and end, round values for the axis)."""
+    low, high = min(values), max(values)
+    spare = 0.06 * (high - low) or 0.5
+    low, high = low - spare, high + spare
+    power = 10 ** math.floor(math.log10((high - low) / 4))
+    step = next(k * power for k in (1, 2, 5, 10) if 6 * k * power >= high - low)
+    marks = [k * step for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    return lambda value: start + (value - low) / (high - low) * (end - start), marks
+
+
+def training_picture(curve: list[dict], note: str) -> bytes:
+    """The same sampled answers, judged twice, over PPO: thin raw, thick the mean of neighbours."""
+    reach, parts, told = max(1, round(len(curve) / 20)), [], []
+    across, marks = scale([point["iteration"] for point in curve], 76, 580)
+    share = "{:.0%}".format
+    panels = {"judge's score: what PPO optimises": ("mean_score", "ppo", "{:+.1f}".format),
+              "rubric success: what training never sees": ("rubric_success", "sft", share),
+              "polite answers: the rubric gives nothing for that": ("polite", "base", share)}
+    for k, (heading, (key, colour, text)) in enumerate(panels.items()):
+        top, values = 78 + 128 * k, [point[key] for point in curve]
+        smooth = [mean(values[max(0, i - reach):i + reach + 1]) for i in range(len(values))]
+        up, levels = scale(values if key == "mean_score" else [0, 1], top + 82, top)
+        place = lambda numbers: [(across(p["iteration"]), up(n)) for p, n in zip(curve, numbers)]
+        change = f"{text(smooth[0])} \u2192 {text(smooth[-1])}"
+        told.append(f"{heading}: {change}")
+        parts += [written(20, top - 12, heading, "")]
+        for level in levels if key == "mean_score" else (0, 0.5, 1):
+            parts += [drawn([(76, up(level)), (580, up(level))], "grid"),
+                      written(68, up(level) + 4, share(level) if text is share else f"{level:+g}",
+                              anchor="end")]
+        parts += [f'<g class="{colour}">', drawn(place(values), "raw"),
+                  drawn(place(smooth), "thick"), "</g>",
+                  written(592, up(smooth[-1]) + 4, change, "")]
+    parts += [written(across(m), 440, f"{m:g}", anchor="middle")
+              for m in marks if m >= 1 and m == int(m)]
+    parts += [written(592, 440, "iteration"), *footer(470, note)]
+    return picture("While PPO learned: the same sampled answers, judged twice",
+                   "; ".join(told) + ". " + note, 504, parts)
+
+
+def result_picture(means: dict, note: str) -> bytes:
+    """Held-out answers of base, SFT and PPO: judge's score to the right, rubric success upward."""
+    spots = [(population, actor, means[population][actor]["score"],
+              means[population][actor]["rubric_success"])
+             for population in ("probe_contexts", "test") for actor in ACTORS]
+    across, marks = scale([x for *_, score, _ in spots for x in score["ci"]], 76, 690)
+    up, _ = scale([0, 1], 400, 76)
+    parts = [written(20, 54, "Up: more answers pass the rubric. Right: the judge likes them better."
+                             " Right and down: a shortcut."),
+             written(20, 80, "rubric success", ""), written(690, 444, "judge's score", "", "end")]
+    for level in (0, 0.25, 0.5, 0.75, 1):
+        parts += [drawn([(76, up(level)), (690, up(level))], "grid"),
+                  written(68, up(level) + 4, f"{level:.0%}", anchor="end")]
+    parts += [written(across(m), 424, f"{m:+g}", anchor="middle") for m in marks]
+    told, names = [], {"base": "base", "sft": "SFT", "ppo": "PPO"}
+    for population, shape in (("probe_contexts", "hollow"), ("test", "full")):
+        here = [(actor, score, rubric) for where, actor, score, rubric in spots
+                if where == population]
+        parts.append(drawn([(across(s["mean"]), up(r["mean"])) for _, s, r in here], "ink way"))
+        for actor, score, rubric in here:
+            x, y = across(score["mean"]), up(rubric["mean"])
+            sides, ends = [across(e) for e in score["ci"]], [up(e) for e in rubric["ci"]]
+            told.append(f"{population.replace('_', ' ')}, {names[actor]}: judge score "
+                        f"{score['mean']:+.2f}, rubric success {rubric['mean']:.0%}")
+            parts += [f'<g class="{actor}"><title>{told[-1]}</title>',
+                      drawn([(sides[0], y), (sides[1], y)], ""), drawn([(x, e) for e in ends], ""),
+                      f'<path class="{shape}" d="M{x:.1f},{y:.1f}{MARKS[actor]}"/>', "</g>",
+                      written(x + 9, y - 9, names[actor], "")]
+    parts += [written(20, 444, "Filled: test prompts; hollow: probe contexts. "
+                               "Bars: 95 % over families."), *footer(470, note)]
+    return picture("Score and truth: base, SFT and PPO on held-out prompts", "; ".join(told) + ". "
+                   + note, 504, parts)
+
+
 def phase_report(run: Run) -> None:
     """report.html, metrics.jsonl and the closing tables, from whatever the run has so far."""
     data = report_data(run)
-    tables = [time_table(run)] + ([result_table(data["results"])] if data["results"] else [])
-    lines = [f"model: {run.note()}", f"corpus: {data['corpus']}"]
+    tables = [time_table(run)] + (result_tables(data["results"]) if data["results"] else [])
+    lines = [fold(f"model: {run.note()}"), f"corpus: {data['corpus']}"]
     if data["judge"] and data["probes"]:
         lines += judge_lines(data["judge"], data["probes"])
     for rows in tables:
         say("\n" + "\n".join(table(rows)))
     say("\n" + "\n".join(lines))
-    say("Preferences and rubric are synthetic; no human took part. All splits share six actions:\n"
-        "no wide generalisation is measured. Intervals: 95 % over families. 780 answers are not\n"
-        "780 independent situations: 200 prompts are distinct.")
+    say("Preferences and rubric are synthetic; no human took part. All splits share six\n"
+        "actions: no wide generalisation is measured. Intervals: 95 % over families.\n"
+        "780 answers are not 780 independent situations: 200 prompts are distinct.")
     write_bytes(run.folder / "metrics.jsonl", jsonl_bytes(data.pop("metrics")))
+    if data["iterations"]:
+        write_bytes(run.folder / "training.svg", training_picture(data["iterations"], data["note"]))
+    if len(data["answers"]) == len(ACTORS):
+        write_bytes(run.folder / "result.svg", result_picture(data["means"], data["note"]))
     # An answer may hold "</script>": as \u003c it is the same JSON string and ends nothing.
     embedded = json.dumps(data).replace("<", "\\u003c")
     template = (DATA / "report_template.html").read_text(encoding="utf-8")
@@ -3473,10 +3628,12 @@ def execute(args) -> None:
         raise UsageError("--prompt is not valid UTF-8 text")
     torch.set_deterministic_debug_mode("error")
     run = open_run(args)
-    with run_lock(run.folder):
+    with run_lock(run.folder, look_on=args.phase == "report") as mine:
         run.stop.install()
         say(f"{run.note()}\nfolder {run.folder}, corpus {run.corpus}, {run.config.dtype} on "
             + ", ".join(f"{k} {v}" for k, v in environment(run.device).items()))
+        if not mine:        # a report of a run that is still going: run.json is the other's
+            return phase_report(run)
         if args.phase == "ask":
             for needed in ("base", "sft", "reward", "ppo"):
                 run.done(needed)

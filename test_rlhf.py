@@ -29,6 +29,7 @@ import sys
 import threading
 import time
 import urllib.request
+import xml.etree.ElementTree
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -2190,6 +2191,86 @@ def test_live_peft_loads_our_saved_judge_and_its_scores_are_ours_minus_the_bias(
     torch.testing.assert_close(ours - role.head.bias[0], expected, rtol=1e-5, atol=1e-5)
 
 
+CORPUS_TABLES = {       # file: (rows, columns beside id, family, prompt, prompt_sha256)
+    "train/demonstrations": (168, {"completion": "string"}),
+    "train/preferences": (840, {"chosen": "string", "rejected": "string"}),
+    "train/prompts": (672, {}),
+    "validation/preferences": (180, {"chosen": "string", "rejected": "string"}),
+    "test/prompts": (180, {}),
+    "test/labels": (180, {"chosen": "string", "rejected": "string", "expected_action": "int64"}),
+    "probes/prompts": (80, {}),
+    "probes/labels": (80, {"candidate": "string", "correct": "bool", "polite": "bool",
+                           "expected_action": "int64"})}
+
+
+@pytest.mark.parametrize("revision", ["v1", "v2"])
+def test_live_datasets_loads_every_file_of_the_corpus(tmp_path, revision):
+    """prompt and completion are SFT's columns; prompt, chosen and rejected those of reward models
+    and DPO (TRL's dataset formats "prompt-completion" and "preference")."""
+    datasets = pytest.importorskip("datasets")
+    folder = rlhf.corpus_folder(revision)
+    files = {p.relative_to(folder).with_suffix("").as_posix() for p in folder.glob("*/*.jsonl")}
+    assert files == set(CORPUS_TABLES)
+    for name, (count, more) in CORPUS_TABLES.items():
+        path = folder / f"{name}.jsonl"
+        table = datasets.load_dataset("json", data_files=str(path), split="train",
+                                      cache_dir=str(tmp_path))
+        columns = {key: "string" for key in ("id", "family", "prompt", "prompt_sha256")} | more
+        assert {key: kind.dtype for key, kind in table.features.items()} == columns, name
+        assert table.num_rows == count and table.to_list() == rlhf.read_jsonl(path), name
+
+
+CHATML = (          # the pinned model's own template, for messages without tools
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are Qwen, created by Alibaba "
+    "Cloud. You are a helpful assistant.<|im_end|>\n{% endif %}{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+
+
+def chat_columns(row):
+    """README's line: text columns become messages, so that the trainers render the template."""
+    return {key: [{"role": "user" if key == "prompt" else "assistant", "content": row[key]}]
+            for key in ("prompt", "completion", "chosen", "rejected") if key in row}
+
+
+def test_live_trl_trainers_read_our_rows_as_our_own_tokens(tmp_path):
+    """SFT, reward and DPO trainers prepare the committed files; what they would train on is what
+    this script trains on, and the one newline that the template puts behind EOS."""
+    trl, transformers = pytest.importorskip("trl"), pytest.importorskip("transformers")
+    datasets, tokens = pytest.importorskip("datasets"), rlhf.Tokens()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(HERE / "tokenizer.json"), eos_token="<|im_end|>",
+        pad_token="<|endoftext|>", chat_template=CHATML)
+    config = transformers.Qwen2Config(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, num_labels=1, eos_token_id=rlhf.EOS,
+        pad_token_id=rlhf.PAD)
+    lm = lambda: transformers.Qwen2ForCausalLM(config)
+    options = {"output_dir": str(tmp_path), "report_to": [], "use_cpu": True}
+
+    def prepared(trainer, settings, model, name, **more):
+        table = datasets.load_dataset("json", data_files=str(rlhf.DATA / "train" / name),
+                                      split="train", cache_dir=str(tmp_path)).select(range(5))
+        ready = trainer(model=model, args=settings(**options), processing_class=tokenizer,
+                        train_dataset=table.map(chat_columns), **more).train_dataset
+        return list(zip(table, ready))
+
+    newline = tokens.encode("\n")
+    ours = lambda row, key: (tokens.prompt(row["prompt"]), tokens.answer(row[key]) + newline)
+    for row, ready in prepared(trl.SFTTrainer, trl.SFTConfig, lm(), "demonstrations.jsonl"):
+        prompt, answer = ours(row, "completion")
+        assert ready["input_ids"] == prompt + answer
+        assert ready["labels"] == [-100] * len(prompt) + answer, "loss on the response only"
+    judge = transformers.Qwen2ForSequenceClassification(config)
+    for row, ready in prepared(trl.RewardTrainer, trl.RewardConfig, judge, "preferences.jsonl"):
+        for key in ("chosen", "rejected"):
+            assert ready[f"{key}_ids"] == sum(ours(row, key), [])
+    for row, ready in prepared(trl.DPOTrainer, trl.DPOConfig, lm(), "preferences.jsonl",
+                               ref_model=lm()):
+        for key in ("chosen", "rejected"):
+            assert (ready["prompt_ids"], ready[f"{key}_ids"]) == ours(row, key)
+
+
 # ---- Section 7: scores ----
 
 
@@ -4263,7 +4344,8 @@ def test_a_second_call_repeats_nothing_and_overwrites_nothing_finished(mini_cour
     folder = mini_copy("base", "sft", "reward", "ppo", "resume", "evaluate", "probes")
     stamp = lambda: {p.relative_to(folder): (p.stat().st_mtime_ns, p.stat().st_ino)
                      for p in folder.rglob("*") if p.is_file()
-                     and p.name not in ("run.json", "report.html", "metrics.jsonl", ".lock")}
+                     and p.name not in ("run.json", "report.html", "metrics.jsonl", ".lock",
+                                        *PICTURES)}
     before = stamp()
     status, out, err = mini_main("--phase", "all", "--out", folder)
     assert status == 0, out + err
@@ -4794,6 +4876,53 @@ def test_score_rubric_length_eos_and_log_ratio_stand_together_in_the_closing_tab
             assert column in text, f"{column}: a proxy that is shown alone hides what it costs"
 
 
+def test_what_a_run_prints_fits_80_columns(mini_course):
+    lines = mini_course.out.splitlines()
+    start = next(k for k, line in enumerate(lines) if line.startswith("corpus v1: "))
+    assert start <= 3, "before it only the start-up facts, each on its line for a pipe"
+    wide = [line for line in lines[start:]
+            if len(line) > 80 and str(mini_course.folder) not in line]
+    assert not wide and "\r" not in mini_course.out and "\x1b" not in mini_course.out
+    for phase, columns in (("sft", "loss norm rate"), ("reward", "loss right norm rate"),
+                           ("ppo", "score rubric log-ratio tokens EOS clip")):
+        steps = [k for k, line in enumerate(lines) if re.match(rf" +{phase} +\d+/\d+  ", line)]
+        head = lines[steps[0] - 1]
+        assert head.split() == columns.split(), "one heading, right above the first line"
+        for k in steps:
+            assert re.search(r"  \d+ s left$", lines[k])
+            row = re.sub(r"  \d+ s left$", "", lines[k])
+            assert len(row) == len(head), "columns stand under their headings"
+
+
+def test_the_widest_progress_line_fits_80_columns(capsys):
+    progress = rlhf.Progress("again ppo", 40, 100)
+    progress.begin -= 980.0                      # 980 s for 10 of 60: 81.7 minutes are left
+    progress.line(50, {"score": "-10.50", "rubric": "100%", "log-ratio": "+0.123", "tokens": "64",
+                       "EOS": "100%", "clip": "100%"})
+    progress.line(50, {"score": " +9.50", "rubric": "5%", "log-ratio": "-0.123", "tokens": "8",
+                       "EOS": "  0%", "clip": "  0%"})
+    head, one, two = capsys.readouterr().out.splitlines()
+    assert len(one) == len(two) == 80 and one.endswith("81.7 min left")
+    for name in ("score", "rubric", "log-ratio", "tokens", "EOS", "clip"):
+        end = head.index(name) + len(name)
+        assert one[end - 1] != " " and one[end] == " " == two[end], f"{name}: not aligned"
+
+
+def test_messages_fold_between_words_on_a_terminal_and_stay_whole_in_a_pipe(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    text = "  resume ppo: PASS\n" + "a warning of many words " * 8 + "/a/path" * 12
+    terminal, pipe = io.StringIO(), io.StringIO()
+    terminal.isatty = lambda: True
+    rlhf.say(text, terminal)
+    rlhf.say(text, pipe)
+    assert pipe.getvalue() == text + "\n"
+    lines = terminal.getvalue().splitlines()
+    assert lines[0] == "  resume ppo: PASS" and " ".join(terminal.getvalue().split()) == \
+        " ".join(text.split()), "no word is lost or cut"
+    assert all(len(line) <= 60 for line in lines[:-1]) and lines[-1] == "  " + "/a/path" * 12
+    assert all(line.startswith("  ") for line in lines[2:]), "what goes on is indented"
+
+
 def test_ask_prints_three_answers_that_do_not_depend_on_earlier_questions(mini_course, mini_copy):
     folder = mini_copy("base", "sft", "reward", "ppo")
     question = "The call is silent and the speaker icon is crossed out. What is one next step?"
@@ -4860,8 +4989,23 @@ def test_two_processes_cannot_work_in_one_folder(mini_copy):
         pytest.skip("Windows has no fcntl")
     folder = mini_copy("base")
     with rlhf.run_lock(folder):
-        assert "another process" in mini_refusal("--phase", "report", "--out", folder)
+        assert "another process" in mini_refusal("--phase", "sft", "--out", folder)
     assert mini_main("--phase", "report", "--out", folder)[0] == 0
+
+
+def test_the_report_looks_on_while_another_process_works(mini_copy):
+    """Of a run that is still going; what belongs to the working process is not touched."""
+    folder = mini_copy("base", "sft")
+    mine = lambda: {p.relative_to(folder): mini_digest(p) for p in folder.rglob("*")
+                    if p.is_file() and p.name not in ("report.html", "metrics.jsonl", ".lock")}
+    leftover = folder / "sft" / ".state.pt.gz.1.tmp"
+    with rlhf.run_lock(folder, look_on=True) as alone:
+        assert alone is True
+        leftover.write_bytes(b"the other process is writing this")
+        before = mine()
+        status, out, err = mini_main("--phase", "report", "--out", folder)
+    assert status == 0, out + err
+    assert (folder / "report.html").stat().st_size > 50_000 and mine() == before
 
 
 def test_default_folders_lie_beside_the_script_and_typed_ones_in_the_current_folder(
@@ -5486,3 +5630,100 @@ def test_report_metrics_follow_trl_definitions(report_written):
             assert row[name] == pytest.approx(float(value), rel=1e-5, abs=1e-9), name
         assert row["loss/policy_avg"] == pytest.approx(
             sum(u["loss"] for u in entry["actor_updates"]) / 2)
+
+
+PICTURES = ("training.svg", "result.svg")
+SVG_TAG = "{http://www.w3.org/2000/svg}"
+
+
+def picture_parsed(file):
+    """The picture's root, after the checks that hold for each: alone, light, and told in words."""
+    content = file.read_bytes()
+    root = xml.etree.ElementTree.fromstring(content)
+    assert len(content) < 30_000 and root.tag == SVG_TAG + "svg" and root.get("role") == "img"
+    assert not re.search(rb"<script|<image|<foreignObject|href|url\(|@import|&lt;script", content)
+    told = {e.get("id"): e.text for e in root if e.get("id")}
+    assert all(told[name] for name in root.get("aria-labelledby").split()), "for screen readers"
+    width, height = map(float, root.get("viewBox").split()[2:])
+    ground = root.find(SVG_TAG + "rect")
+    assert float(ground.get("width")) > width - 2 and float(ground.get("height")) > height - 2
+    assert re.fullmatch("#[0-9a-f]{6}", ground.get("fill")), "its own ground, light or dark page"
+    for text in root.iter(SVG_TAG + "text"):
+        room = {"start": width - float(text.get("x")), "end": float(text.get("x"))}.get(
+            text.get("text-anchor"), width)
+        assert len(text.text) * 6.4 < room, f"{text.text} would be cut off"
+    return root, told
+
+
+def picture_marks(root):
+    return [text for text in root.iter(SVG_TAG + "text")
+            if re.fullmatch(r"[+-]?[\d.]+%?", text.text)]
+
+
+def picture_axis(marks, level):
+    """position -> value, from the first and last written mark of an axis."""
+    marks = [(level(text), float(text.text.strip("%"))) for text in marks]
+    (one, low), (two, high) = min(marks), max(marks)
+    return lambda place: low + (place - one) / (two - one) * (high - low)
+
+
+def picture_points(path):
+    return [tuple(map(float, point.split(","))) for point in path.get("d")[1:].split("L")]
+
+
+def test_training_picture_draws_the_samples_of_the_rollout_files(report_written):
+    run, page = report_written
+    root, told = picture_parsed(run.folder / "training.svg")
+    curve, panels = report_embedded(page)["iterations"], root.findall(SVG_TAG + "g")
+    levels = [mark for mark in picture_marks(root) if float(mark.get("x")) == 68]
+    shares = [mark for mark in levels if mark.text.endswith("%")]
+    axes = [[mark for mark in levels if mark not in shares], shares[:3], shares[3:]]
+    for panel, marks, key in zip(panels, axes, ("mean_score", "rubric_success", "polite"),
+                                 strict=True):
+        ys = [y for _, y in picture_points(panel.find(SVG_TAG + "path"))]
+        value = picture_axis(marks, lambda mark: float(mark.get("y")) - 4)   # 4 below its line
+        scale = 1 if key == "mean_score" else 100
+        assert [value(y) / scale for y in ys] == pytest.approx([p[key] for p in curve], abs=0.02)
+    assert run.note() in told["told"]
+
+
+def test_result_picture_places_every_actor_by_its_means(report_written):
+    run, page = report_written
+    root, told = picture_parsed(run.folder / "result.svg")
+    means, found = report_embedded(page)["means"], set()
+    marks = picture_marks(root)
+    up = picture_axis([m for m in marks if m.text.endswith("%")], lambda m: float(m.get("y")) - 4)
+    across = picture_axis([m for m in marks if not m.text.endswith("%")],
+                          lambda m: float(m.get("x")))
+    for group in root.findall(SVG_TAG + "g"):
+        actor, mark = group.get("class"), group.findall(SVG_TAG + "path")[-1]
+        population = {"hollow": "probe_contexts", "full": "test"}[mark.get("class")]
+        cell, found = means[population][actor], found | {(population, actor)}
+        x, y = map(float, re.match(r"M([\d.]+),([\d.]+)m", mark.get("d")).groups())
+        assert across(x) == pytest.approx(cell["score"]["mean"], abs=0.02)
+        assert up(y) / 100 == pytest.approx(cell["rubric_success"]["mean"], abs=0.002)
+        sideways, upright = map(picture_points, group.findall(SVG_TAG + "path")[:2])
+        assert [across(x) for x, _ in sideways] == pytest.approx(cell["score"]["ci"], abs=0.02)
+        assert [100 * e for e in cell["rubric_success"]["ci"]] == pytest.approx(
+            [up(y) for _, y in upright], abs=0.2)
+        words = f"judge score {cell['score']['mean']:+.2f}, rubric success " \
+                f"{cell['rubric_success']['mean']:.0%}"
+        assert words in group.find(SVG_TAG + "title").text and words in told["told"]
+    assert len(found) == 6
+
+
+def test_the_sample_in_the_readme_is_what_the_script_makes():
+    """A picture drawn again from the numbers inside the sample page is the same file."""
+    sample, readme = HERE / "out" / "sample", (HERE / "README.md").read_text(encoding="utf-8")
+    assert sum(file.stat().st_size for file in sample.iterdir()) < 2_000_000
+    page = (sample / "report.html").read_text(encoding="utf-8")
+    data = report_embedded(page)
+    assert len(data["iterations"]) == 100 and data["model"] == "tiny" and data["results"]
+    made = dict(zip(PICTURES, (rlhf.training_picture(data["iterations"], data["note"]),
+                               rlhf.result_picture(data["means"], data["note"]))))
+    for name in PICTURES:
+        picture_parsed(sample / name)
+        assert (sample / name).read_bytes() == made[name], f"{name}: make the sample again"
+        assert re.search(rf"!\[[^\]]{{30,}}\]\(out/sample/{name}\)", readme), "with words for ears"
+    assert "out/sample/report.html" in readme
+    assert not re.search(r"/(tmp|root|home|Users)/", page), "a path of one machine"
