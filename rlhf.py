@@ -915,26 +915,27 @@ class LoRALinear(nn.Module):
         self.lora_B.to(device=device, dtype=torch.float32)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = linear(x, self.base.weight, self.base.bias)                              # [..., out]
-        arguments = y, x, self.lora_A.weight, self.lora_B.weight, self.scaling
+        rows = x.reshape(-1, x.shape[-1])                                            # [N, in]
+        y = linear(rows, self.base.weight, self.base.bias)                           # [N, out]
+        arguments = y, rows, self.lora_A.weight, self.lora_B.weight, self.scaling
         if torch.is_grad_enabled():
-            return LowRankBranch.apply(*arguments)
-        add_branch(*arguments)
-        return y
+            y = LowRankBranch.apply(*arguments)
+        else:
+            add_branch(*arguments)
+        return y.view(*x.shape[:-1], -1)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """W x + bias, as F.linear; x [..., in] -> [..., out].
+    """W x + bias, as F.linear; x [N, in] -> [N, out].
 
     For a few tokens in BF16 on a CPU the time goes into reading W. As the left operand it is read
     as it lies; as the right one the library would first reorder it, which costs a third more.
     """
-    rows = x.flatten(0, -2)                                                          # [N, in]
-    if len(rows) > 64 or x.dtype != torch.bfloat16 or x.device.type != "cpu":
+    if len(x) > 64 or x.dtype != torch.bfloat16 or x.device.type != "cpu":
         return F.linear(x, weight, bias)
-    y = torch.mm(weight, rows.T) if bias is None else \
-        torch.addmm(bias.unsqueeze(1), weight, rows.T)                               # [out, N]
-    return y.T.contiguous().view(*x.shape[:-1], -1)
+    y = torch.mm(weight, x.T) if bias is None else \
+        torch.addmm(bias.unsqueeze(1), weight, x.T)                                  # [out, N]
+    return y.T.contiguous()
 
 
 def row_blocks(rows: int, width: int) -> list[slice]:
@@ -946,9 +947,9 @@ def row_blocks(rows: int, width: int) -> list[slice]:
 
 def add_branch(y: Tensor, x: Tensor, A: Tensor, B: Tensor, scaling: float) -> Tensor:
     """y += scaling * B(A x) in place, computed in FP32, rounded once; returns A x, [N, rank]."""
-    a, rows = F.linear(x.flatten(0, -2).float(), A), y.flatten(0, -2)
-    for block in row_blocks(*rows.shape):
-        rows[block].add_(F.linear(a[block], B), alpha=scaling)
+    a = F.linear(x.float(), A)
+    for block in row_blocks(*y.shape):
+        y[block].add_(F.linear(a[block], B), alpha=scaling)
     return a
 
 
@@ -968,7 +969,7 @@ class LowRankBranch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, x, A, B, scaling):
         a = add_branch(y, x, A, B, scaling)
-        ctx.mark_dirty(y)       # y must be the first input: PyTorch assumes so where y is a view
+        ctx.mark_dirty(y)
         ctx.save_for_backward(x, a, A, B)
         ctx.scaling = scaling
         return y
@@ -976,19 +977,18 @@ class LowRankBranch(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, a, A, B = ctx.saved_tensors
-        rows, grads = x.flatten(0, -2), grad.flatten(0, -2)                 # [N, in], [N, out]
         grad_a, grad_B = torch.empty_like(a), torch.zeros_like(B)
-        for block in row_blocks(*grads.shape):
-            exact = grads[block].float()
+        for block in row_blocks(*grad.shape):
+            exact = grad[block].float()
             torch.mm(exact, B, out=grad_a[block])
             grad_B += (a[block].T @ exact).T        # this way round: the other is twice as slow
         grad_a *= ctx.scaling
         grad_x = None
         if ctx.needs_input_grad[1]:             # not below the first layer: nothing learns there
             grad_x = torch.empty_like(x)
-            for block in row_blocks(*rows.shape):
-                grad_x.flatten(0, -2)[block] = grad_a[block] @ A
-        return grad, grad_x, grad_a.T @ rows.float(), grad_B * ctx.scaling, None
+            for block in row_blocks(*x.shape):
+                grad_x[block] = grad_a[block] @ A
+        return grad, grad_x, grad_a.T @ x.float(), grad_B * ctx.scaling, None
 
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -1205,7 +1205,8 @@ class OutputColumns:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., H] -> FP32 [..., L]."""
-        return linear(hidden, self.weight).float()
+        rows = linear(hidden.reshape(-1, hidden.shape[-1]), self.weight)             # [N, L]
+        return rows.view(*hidden.shape[:-1], -1).float()
 
     def embedding(self, ids: Tensor) -> Tensor:
         """[N] -> [N, H], row of the output embedding; zero for a dead column."""
