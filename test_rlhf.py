@@ -2640,13 +2640,13 @@ def scramble_globals():
     torch.manual_seed(99)
 
 
-def test_stopping_at_every_update_in_turn_changes_no_bit_of_the_end(tmp_path, capsys):
+def test_stopping_changes_no_bit_of_the_end(tmp_path, capsys):
     """Six updates over five examples, two an update: short groups, two and a half epochs."""
     whole = toy_run_to(toy_training())
     final, entries = rlhf.learned_identity(whole.roles["actor"]), toy_entries(whole)
     assert [u["rows"] for u in whole.history["updates"]] == [2, 2, 1, 2, 2, 1]
     assert len({u["loss"] for u in whole.history["updates"]}) == 6
-    for stop_at in range(1, 7):
+    for stop_at in (1, 3, 6):
         first = toy_run_to(toy_training(), stop_at)
         rlhf.save_state(tmp_path / "state.pt.gz", first.state())
         scramble_globals()
