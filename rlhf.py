@@ -3153,6 +3153,7 @@ def phase_report(run: Run) -> None:
         "no wide generalisation is measured. Intervals: 95 % over families. 780 answers are not\n"
         "780 independent situations: 200 prompts are distinct.")
     write_report(run, data)
+    say(f"see {run.folder / 'report.html'} and {run.folder / 'metrics.jsonl'}")
 
 
 def write_report(run: Run, data: dict) -> None:
@@ -3165,7 +3166,6 @@ def write_report(run: Run, data: dict) -> None:
         raise CourseError(f"{DATA / 'report_template.html'} has no place for the data; restore it")
     page = template.replace("/*DATA*/null", embedded, 1)
     write_bytes(run.folder / "report.html", page.encode())
-    say(f"see {run.folder / 'report.html'} and {run.folder / 'metrics.jsonl'}")
 
 
 # ==================================================================================================
@@ -3278,52 +3278,58 @@ def best_of(samples: list[list[dict]], n: int) -> list[dict]:
             for row in samples for k in range(0, len(row) - n + 1, n)]
 
 
-def sample_test_prompts(run: Run, cfg) -> list[dict]:
-    """lesson_samples sampled answers of the SFT actor to each test prompt, scored by the judge."""
-    with answers_guard(run):
-        asked = run.rows("test/prompts.jsonl")
-        prompts = [run.tokens.prompt(row["prompt"], cfg.max_prompt) for row in asked]
-        actor, reward = run.role("actor", cfg, "sft"), run.judge(cfg)
-        assert_role_isolation({"actor": actor, "reward": reward})
-        generator = torch.Generator().manual_seed(cfg.seed + 300)
-        answers: list[list[Answer]] = [[] for _ in asked]
-        for group in groups([*range(len(asked))] * cfg.lesson_samples, cfg.eval_batch):
-            uniforms = torch.rand(len(group), cfg.max_response, generator=generator)
-            for k, answer in zip(group, generate(
-                    actor, [prompts[k] for k in group], cfg.max_response, uniforms.to(run.device),
-                    [f"lesson, {asked[k]['id']}" for k in group])):
-                answers[k].append(answer)
-        # Many samples of a prompt are equal: each distinct one is scored once.
-        distinct = sorted({(k, tuple(a.ids)) for k, row in enumerate(answers) for a in row})
-        scores: dict[tuple, float] = {}
-        for part in groups(distinct, SCORED_TOGETHER):
-            batch = collate([prompts[k] for k, _ in part], [list(ids) for _, ids in part],
-                            run.device)
-            with torch.no_grad():
-                scores |= zip(part, judge(reward, batch).tolist())
-        return [{"id": row["id"], "family": row["family"], "samples": [
-            {"text": run.tokens.decode(a.ids), "finish_reason": a.finish_reason,
-             "family": row["family"], "score": scores[k, tuple(a.ids)]} for a in answers[k]]}
-            for k, row in enumerate(asked)]
+@torch.no_grad()
+def sampled_answers(run: Run, cfg, rows: list[dict], uniforms: Tensor, actor: Role, reward: Role,
+                    reference: Role | None = None) -> list[dict]:
+    """One sampled answer a row, with score, rubric and, given a reference, log-ratio to it.
+
+    Rows may repeat a prompt; many of its samples are equal, and each distinct one is scored once.
+    """
+    prompts = [run.tokens.prompt(row["prompt"], cfg.max_prompt) for row in rows]
+    answers = [answer for group in groups([*range(len(rows))], cfg.eval_batch)
+               for answer in generate(actor, [prompts[k] for k in group], cfg.max_response,
+                                      uniforms[group].to(run.device),
+                                      [f"lesson, {rows[k]['id']}" for k in group])]
+    keys = [(row["id"], *answer.ids) for row, answer in zip(rows, answers)]
+    told: dict[tuple, dict] = {}
+    for part in groups([*{key: k for k, key in enumerate(keys)}.values()], SCORED_TOGETHER):
+        batch = collate([prompts[k] for k in part], [answers[k].ids for k in part], run.device)
+        logp = padded([answers[k].logp for k in part], batch.mask)                   # [B, R]
+        drift = logp - response_logprobs(reference, batch) if reference else logp * 0
+        for k, score, log_ratio in zip(part, judge(reward, batch).tolist(),
+                                       response_mean(drift, batch.mask).tolist()):
+            told[keys[k]] = {"score": score, "log_ratio": log_ratio}
+    return [{"family": row["family"], "text": text, "tokens": len(answer.ids), **told[key],
+             **evaluate_response(text, answer.finish_reason, family_action(row["family"]))}
+            for row, answer, key in zip(rows, answers, keys)
+            for text in [run.tokens.decode(answer.ids)]]
 
 
 def best_of_n(run: Run, cfg) -> dict[int, dict]:
     """{n: rubric success and mean score of the judge's favourites}, n = 1, 2, 4 ... lesson_samples.
-    The samples are kept: made once for one actor and one judge."""
-    path = run.path("lesson") / "best_of_n.jsonl"
-    stamp = {"sft": run.done("sft")["files"]["adapter_model.safetensors"], "samples":
-             cfg.lesson_samples, "reward": run.done("reward")["files"], "seed": cfg.seed}
+
+    The samples of the SFT actor are kept, and made once for one actor and one judge.
+    """
+    path, count = run.path("lesson") / "best_of_n.jsonl", cfg.lesson_samples
+    stamp = canonical_digest([count, cfg.seed, *(run.done(phase)["files"]
+                                                 for phase in ("sft", "reward"))])
     rows = read_jsonl(path) if path.exists() else []
-    if not rows or any(row.get("stamp") != canonical_digest(stamp) for row in rows):
-        rows = sample_test_prompts(run, cfg)
-        for row in rows:
-            for sample in row["samples"]:
-                sample |= evaluate_response(sample["text"], sample["finish_reason"],
-                                            family_action(row["family"]))
-            row |= {"stamp": canonical_digest(stamp), "corpus": run.corpus, "note": run.note()}
+    if not rows or any(row.get("stamp") != stamp for row in rows):
+        with answers_guard(run):
+            asked = run.rows("test/prompts.jsonl")
+            actor, reward = run.role("actor", cfg, "sft"), run.judge(cfg)
+            assert_role_isolation({"actor": actor, "reward": reward})
+            uniforms = torch.rand(len(asked) * count, cfg.max_response,
+                                  generator=torch.Generator().manual_seed(cfg.seed + 300))
+            samples = sampled_answers(run, cfg, [row for row in asked for _ in range(count)],
+                                      uniforms, actor, reward)
+        kept = ("family", "text", "score", "rubric_success", "reason")
+        rows = [{"id": row["id"], "corpus": run.corpus, "note": run.note(), "stamp": stamp,
+                 "samples": [{key: sample[key] for key in kept} for sample in its]}
+                for row, its in zip(asked, groups(samples, count))]
         write_bytes(path, jsonl_bytes(rows))
     found = {}
-    for n in (2 ** k for k in range(cfg.lesson_samples.bit_length())):
+    for n in (2 ** k for k in range(count.bit_length())):
         favourites = best_of([row["samples"] for row in rows], n)
         found[n] = {**rate(favourites, lambda s: s["rubric_success"], draws=cfg.bootstrap_draws),
                     "score": mean([sample["score"] for sample in favourites])}
@@ -3336,40 +3342,22 @@ def watch_validation(run: Run, training: Training) -> dict:
     """For `train`: look at sampled answers to the 180 validation prompts (36 families), now and
     every twelfth of the run. Reported only. The uniforms are the same each time, so that what
     changes between two looks is the actor; PPO's own generators are left alone."""
-    cfg, tokens, roles = run.settings("lesson"), run.tokens, training.roles
-    rows = run.rows("validation/preferences.jsonl")
-    prompts = [tokens.prompt(row["prompt"], cfg.max_prompt) for row in rows]
+    cfg, rows = run.settings("lesson"), run.rows("validation/preferences.jsonl")
+    actor, reward, reference = (training.roles[n] for n in ("actor", "reward", "reference"))
     uniforms = torch.rand(len(rows), cfg.max_response,
                           generator=torch.Generator().manual_seed(cfg.seed + 300))
     training.history["validation"] = []
 
-    @torch.no_grad()
     def look(training: Training) -> dict:
-        seen = []
-        for group in groups([*range(len(rows))], cfg.eval_batch):
-            answers = generate(roles["actor"], [prompts[k] for k in group], cfg.max_response,
-                               uniforms[group].to(run.device),
-                               [f"lesson, validation prompt of {rows[k]['id']}" for k in group])
-            for part in groups([*zip(group, answers)], SCORED_TOGETHER):
-                batch = collate([prompts[k] for k, _ in part], [a.ids for _, a in part], run.device)
-                drift = padded([a.logp for _, a in part], batch.mask) \
-                    - response_logprobs(roles["reference"], batch)                   # [B, R]
-                for (k, answer), score, log_ratio in zip(
-                        part, judge(roles["reward"], batch).tolist(),
-                        response_mean(drift, batch.mask).tolist()):
-                    seen.append({"family": rows[k]["family"], "score": score,
-                                 "log_ratio": log_ratio, "tokens": len(answer.ids),
-                                 "eos": answer.finish_reason == "eos", **evaluate_response(
-                                     tokens.decode(answer.ids), answer.finish_reason,
-                                     family_action(rows[k]["family"]))})
+        seen = sampled_answers(run, cfg, rows, uniforms, actor, reward, reference)
         success = rate(seen, lambda s: s["rubric_success"], draws=cfg.bootstrap_draws)
-        return {"iteration": training.next, "rubric_success_ci": success["rate_ci"],
-                **{key: mean([float(bool(s[key])) for s in seen]) for key in
-                   ("rubric_success", "relevant", "polite", "unsupported_certainty", "eos")},
-                **{key: mean([s[key] for s in seen]) for key in ("score", "log_ratio", "tokens")}}
+        return {"iteration": training.next, "rubric_success_ci": success["rate_ci"], **{
+            key: mean([float(answer[key] or 0) for answer in seen]) for key in (
+                "score", "rubric_success", "relevant", "polite", "unsupported_certainty",
+                "tokens", "log_ratio")}}
 
     every = max(1, training.total // LOOKS)
-    return {"validate": look, "validate_at": {*range(every, training.total + 1, every),
+    return {"validate": look, "validate_at": {*range(every, training.total, every),
                                               training.total}}
 
 
