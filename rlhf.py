@@ -53,6 +53,7 @@ import argparse
 import ast
 import collections
 import contextlib
+import copy
 import ctypes
 import dataclasses
 import functools
@@ -3211,6 +3212,14 @@ LOOKS = 12                      # how often a longer run is watched: every 25 of
 REPEATED = ("sft", "reward", "ppo", "evaluate", "probes")       # with every further seed
 
 
+def beside(run: Run, folder: Path, corpus: str, config: Config) -> Run:
+    """A run in another folder, with the same model, code, tokenizer and request to stop."""
+    other = copy.copy(run)
+    other.folder, other.corpus, other.config = folder, corpus, config
+    other.record, other.verified, other.identities = {**run.record, "phases": {}}, {}, {}
+    return other
+
+
 def lesson_partner(run: Run) -> Run:
     """The v2 run beside the v1 run. CourseError says which command is missing, or what differs."""
     folder = run.folder.absolute()
@@ -3228,9 +3237,7 @@ def lesson_partner(run: Run) -> Run:
     config = Config(**{**MODEL_DEFAULTS[run.model], **stored["config"]})
     facts |= {name: (mine, getattr(config, name)) for name, mine in vars(run.config).items()
               if name != "log_every" and not name.startswith("lesson_")}
-    partner = Run(folder, run.model, "v2", run.config, run.device, {**run.record, "phases": {}},
-                  run.accept_changed_code)
-    partner.stop = run.stop
+    partner = beside(run, folder, "v2", run.config)
     facts["base"] = run.done("base")["weights_sha256"], partner.done("base")["weights_sha256"]
     for name, (mine, other) in facts.items():
         if mine != other:
@@ -3259,9 +3266,7 @@ def branch(run: Run, name: str, phases: tuple[str, ...], **changes) -> Run:
                 os.link(run.path(phase) / file, place / file)
             except OSError:                             # a disk that knows no links
                 write_bytes(place / file, (run.path(phase) / file).read_bytes())
-    new = Run(folder, run.model, run.corpus, dataclasses.replace(run.config, **changes), run.device,
-              {**run.record, "phases": {}}, run.accept_changed_code)
-    new.stop = run.stop
+    new = beside(run, folder, run.corpus, dataclasses.replace(run.config, **changes))
     if not (folder / "run.json").exists():
         new.save()
     return new
