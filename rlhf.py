@@ -3190,10 +3190,10 @@ def write_report(run: Run, data: dict) -> None:
 # that you don't; and when the corpus was wrong, repair it as a new revision with a new test. The
 # old test has the old fault, and whoever looked at it while repairing has trained on it by hand.
 #
-# Expected, written down before the comparison was run:
-#   v1  The judge may do without relevance, so right advice wins fewer minimal pairs than the pairs'
-#       accuracy lets hope, and style decides. PPO raises the score by style; success does not
-#       rise with it, and may fall: nothing pays for relevance what SFT had taught.
+# Expected, written down when the v1 run was known and before it was set beside v2:
+#   v1  The judge can do without relevance, so right advice wins fewer minimal pairs than accuracy
+#       lets hope, and style decides. PPO raises the score by style; success does not rise with it
+#       and may fall, since little pays the actor to keep the relevance that SFT had taught.
 #   v2  Rotated notes and balanced styles leave the context as the only way to most pairs: accuracy
 #       is lower, relevance higher. PPO gains less score; success at least does not fall.
 #   Best of n is optimisation without training: the judge's favourite of n samples. Under v1 it
