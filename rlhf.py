@@ -3243,9 +3243,20 @@ def lesson_partner(run: Run) -> Run:
         if mine != other:
             raise CourseError(f"{folder} can't be compared with {run.folder}: {name} is {other!r} "
                               f"there, the lesson needs {mine!r}; the corpus alone may differ")
-    for phase in PHASE_NEEDS["lesson"]:
-        partner.done(phase)
+    partner.record["phases"] = stored["phases"]
     return partner
+
+
+def lesson_caveats(run: Run, partner: Run) -> list[str]:
+    """What differs between the runs besides the corpus and may move a number a little."""
+    facts = {
+        "version of the code": lambda one, phase: one.done(phase)["identity"]["code"],
+        "machine, torch or number of threads": lambda one, phase: one.record["phases"].get(
+            phase, {}).get("environment")}
+    differ = {name: [p for p in REPEATED if of(run, p) != of(partner, p)]
+              for name, of in facts.items()}
+    return [f"{', '.join(phases)} of the two runs: not the same {name}"
+            for name, phases in differ.items() if phases]
 
 
 def branch(run: Run, name: str, phases: tuple[str, ...], **changes) -> Run:
@@ -3507,7 +3518,10 @@ def phase_lesson(run: Run) -> None:
         "adapters": {r: {f"{phase}/{name}": digest for phase in ("sft", "reward", "ppo")
                          for name, digest in one.done(phase)["files"].items()
                          if name.endswith(".safetensors")} for r, one in runs.items()},
-        "figures": {}, "over_optimisation": {}, "seeds": {}}
+        "caveats": lesson_caveats(*runs.values()), "figures": {}, "over_optimisation": {},
+        "seeds": {}}
+    for caveat in lesson["caveats"]:
+        say(f"WARNING: {caveat}")
 
     def publish(*lines: str) -> None:
         write_json(run.path("lesson") / "lesson.json", lesson)

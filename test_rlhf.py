@@ -5176,6 +5176,16 @@ def test_runs_that_differ_in_more_than_the_corpus_are_not_compared(mini_two, cha
     assert named in told and "the corpus alone may differ" in told or "never mixed" in told
 
 
+def test_other_code_or_threads_are_said_in_the_lesson(mini_pair, mini_two):
+    assert mini_json(mini_pair.v1 / "lesson" / "lesson.json")["caveats"] == []
+    folder, second = mini_two
+    mini_change(second / "ppo" / "done.json", lambda done: done["identity"].update(code="old"))
+    mini_change(second / "run.json", lambda r: r["phases"]["sft"]["environment"].update(threads=9))
+    told = rlhf.lesson_caveats(mini_run(folder), rlhf.lesson_partner(mini_run(folder)))
+    assert told == ["ppo of the two runs: not the same version of the code",
+                    "sft of the two runs: not the same machine, torch or number of threads"]
+
+
 def test_runs_on_two_bases_are_not_compared(mini_two):
     folder, second = mini_two
     mini_change(second / "base" / "done.json", lambda done: done.update(weights_sha256="0" * 64))
