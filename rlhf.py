@@ -3220,6 +3220,13 @@ def beside(run: Run, folder: Path, corpus: str, config: Config) -> Run:
     return other
 
 
+def config_changes(mine: Config, stored: dict) -> dict[str, tuple]:
+    """{name: (mine, stored)} of the config fields that shape a run and differ."""
+    return {name: (value, stored["config"].get(name, value)) for name, value in vars(mine).items()
+            if name != "log_every" and not name.startswith("lesson_")
+            and stored["config"].get(name, value) != value}
+
+
 def lesson_partner(run: Run) -> Run:
     """The v2 run beside the v1 run. CourseError says which command is missing, or what differs."""
     folder = run.folder.absolute()
@@ -3230,15 +3237,14 @@ def lesson_partner(run: Run) -> Run:
     stored = read_record(folder)
     model = f"--model {run.model}" if "weights" not in run.record or run.is_pinned() else \
         f"--weights {run.base_file}"
-    if not all((folder / PHASE_FOLDERS[p] / "done.json").is_file() for p in PHASE_NEEDS["lesson"]):
+    if not stored or not all((folder / PHASE_FOLDERS[phase] / "done.json").is_file()
+                             for phase in PHASE_NEEDS["lesson"]):
         raise CourseError("the lesson needs a finished run on v2 too; first run: python rlhf.py "
                           f"--phase all --corpus v2 {model} --out {folder}")
-    facts = {"corpus": ("v2", stored.get("corpus")), "model": (run.model, stored.get("model"))}
-    config = Config(**{**MODEL_DEFAULTS[run.model], **stored["config"]})
-    facts |= {name: (mine, getattr(config, name)) for name, mine in vars(run.config).items()
-              if name != "log_every" and not name.startswith("lesson_")}
     partner = beside(run, folder, "v2", run.config)
-    facts["base"] = run.done("base")["weights_sha256"], partner.done("base")["weights_sha256"]
+    facts = {"corpus": ("v2", stored["corpus"]), "model": (run.model, stored["model"]),
+             **config_changes(run.config, stored),
+             "base": tuple(one.done("base")["weights_sha256"] for one in (run, partner))}
     for name, (mine, other) in facts.items():
         if mine != other:
             raise CourseError(f"{folder} can't be compared with {run.folder}: {name} is {other!r} "
@@ -3278,8 +3284,12 @@ def branch(run: Run, name: str, phases: tuple[str, ...], **changes) -> Run:
             except OSError:                             # a disk that knows no links
                 write_bytes(place / file, (run.path(phase) / file).read_bytes())
     new = beside(run, folder, run.corpus, dataclasses.replace(run.config, **changes))
-    if not (folder / "run.json").exists():
+    stored = read_record(folder)
+    if not stored:
         new.save()
+    for name, (mine, other) in config_changes(new.config, stored).items() if stored else ():
+        raise CourseError(f"{folder} was made with {name} = {other!r}, {run.folder} has {mine!r}; "
+                          "delete it")
     return new
 
 
@@ -3384,7 +3394,9 @@ def longer_ppo(run: Run, kl_coef: float) -> list[dict]:
                     ppo_iterations=iterations, kl_coef=kl_coef)
     with run_lock(longer.folder):
         if not longer.is_done("ppo"):
-            say(f"lesson: PPO on {run.corpus}, {iterations} iterations, kl_coef {kl_coef:g}")
+            spent = run.record["phases"].get("ppo", {"seconds": 0})["seconds"]
+            say(f"lesson: PPO on {run.corpus}, {iterations} iterations, kl_coef {kl_coef:g}: about "
+                f"{clock(1.5 * spent * iterations / run.config.ppo_iterations)}")
             phase_ppo(longer, watch_validation)
         told = {**longer.done("ppo")["identity"], "code": longer.code}
         longer.check_identity(told, "ppo", longer.path("ppo"))

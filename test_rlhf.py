@@ -5192,12 +5192,18 @@ def test_runs_on_two_bases_are_not_compared(mini_two):
     assert f"base is {'0' * 64!r}" in mini_refusal("--phase", "lesson", "--out", folder)
 
 
-def test_a_longer_run_of_another_judge_is_refused(mini_two):
-    folder, _ = mini_two
-    mini_change(folder / "repeats" / "ppo-1-kl-0" / "reward" / "done.json",
-                lambda done: done.update(note="of another time"))
-    told = mini_refusal("--phase", "lesson", "--out", folder)
-    assert "another reward" in told and "delete it" in told
+def test_a_branch_of_another_judge_or_config_is_refused(mini_two):
+    run = mini_run(mini_two[0])
+    folder = run.folder / "repeats" / "ppo-1-kl-0"
+    again = lambda: rlhf.branch(run, "ppo-1-kl-0", ("base", "sft", "reward"), ppo_iterations=1,
+                                kl_coef=0.0)
+    assert again().done("ppo")
+    mini_change(folder / "run.json", lambda record: record["config"].update(ppo_actor_lr=0.5))
+    with pytest.raises(CourseError, match="was made with ppo_actor_lr = 0.5, .* delete it"):
+        again()
+    mini_change(folder / "reward" / "done.json", lambda done: done.update(note="another time"))
+    with pytest.raises(CourseError, match="made from another reward .* delete it"):
+        again()
 
 
 @pytest.mark.parametrize("part, phase", [("reward", "ppo"), ("sft", "ppo"), ("probes", "probes"),
