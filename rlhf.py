@@ -13,6 +13,7 @@ a rubric that no loss and no reward contains. Where the two part, the policy fou
     python rlhf.py --phase all                       the whole course; tiny model: 3 minutes
     python rlhf.py --phase ppo                       one phase; finished phases are not repeated
     python rlhf.py --phase all --corpus v2           the same on the repaired corpus
+    python rlhf.py --phase lesson                    the two side by side (section 18)
     python rlhf.py --phase all --weights FILE        the same at the size of Qwen2.5-0.5B
     python rlhf.py --phase ask --prompt "No sound."  base, SFT and PPO answer side by side
 
@@ -20,9 +21,9 @@ Read it from top to bottom. Sections 1 to 3 are housekeeping (numbers, files, th
 held-out files); the lecture proper begins with the corpus in section 4.
 
  1 Numbers          5 Tokens, batches   9 The base       13 PPO               17 Report
- 2 Files            6 Four roles       10 SFT            14 Resume, proven    18 Asking
- 3 Held-out files   7 Scores           11 Reward model   15 Evaluation        19 Command line
- 4 The corpus       8 Learning         12 Rollout, GAE   16 Probes
+ 2 Files            6 Four roles       10 SFT            14 Resume, proven    18 The lesson
+ 3 Held-out files   7 Scores           11 Reward model   15 Evaluation        19 Asking
+ 4 The corpus       8 Learning         12 Rollout, GAE   16 Probes            20 Command line
 
 Left out on purpose: whitening of advantages, value clipping, an entropy bonus (other PPO trainers
 have them, so this one is not equal to them); dropout; checkpoint selection; distributed training.
@@ -52,6 +53,7 @@ import argparse
 import ast
 import collections
 import contextlib
+import copy
 import ctypes
 import dataclasses
 import functools
@@ -68,6 +70,7 @@ import random
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import textwrap
 import time
@@ -170,6 +173,10 @@ class Config:
     gamma: float = 1.0              # discount
     lam: float = 0.95               # GAE's lambda
     truncation_penalty: float = 1.0  # subtracted when a response was cut without EOS
+    # The lesson (section 18). Two zeros: it trains nothing and compares the two runs as they are
+    lesson_samples: int = 16        # best of n: samples of a test prompt
+    lesson_iterations: int = 0      # of longer PPO runs, with the price of log-ratio and without it
+    lesson_seeds: int = 0           # training seeds in all, the run's own is the first
     # Shared by every learning phase
     weight_decay: float = 0.01
     warmup_ratio: float = 0.1       # share of the updates in which the rate climbs to its peak
@@ -211,7 +218,10 @@ PHASE_FIELDS = {
     "evaluate": ("seed", "dtype", "lora_rank", "lora_alpha", "max_prompt", "max_response",
                  "eval_batch", "bootstrap_draws"),
     "probes": ("seed", "dtype", "lora_rank", "lora_alpha", "max_prompt", "max_response"),
-    "resume": (), "report": ()}
+    "resume": (), "report": (),
+    "lesson": ("seed", "dtype", "lora_rank", "lora_alpha", "max_prompt", "max_response",
+               "eval_batch", "bootstrap_draws", "lesson_samples", "lesson_iterations",
+               "lesson_seeds")}
 SHARES = {"warmup_ratio", "min_lr_ratio", "gamma", "lam", "base_relevance", "base_habit",
           "base_prompt_weight"}     # at most 1
 
@@ -224,8 +234,10 @@ def sensible(name: str, value: int | float | str) -> bool:
     if name == "dtype":
         return value in ("float32", "bfloat16")
     if isinstance(value, int):
-        most = {"lora_rank": 4096, "bootstrap_draws": 10**6}.get(name, 2**31 - 1)
-        return (0 if name.endswith("seed") else 1) <= value <= most
+        most = {"lora_rank": 4096, "bootstrap_draws": 10**6, "lesson_samples": 1024,
+                "lesson_seeds": 1000}.get(name, 2**31 - 1)
+        least = 0 if name.endswith(("seed", "lesson_seeds", "lesson_iterations")) else 1
+        return least <= value <= most
     return 0 <= value <= (1 if name in SHARES else 1e9) and (value > 0 or name not in BOUNDS)
 
 
@@ -439,9 +451,11 @@ def read_native(reader, path: Path, *args, **kwargs):
 def held_out_guard(run: Run, phase: str) -> Guard:
     """For a learning phase: nothing held out, whichever corpus; no child process."""
     run.identity(phase)     # verifies the corpus, held-out files too (base reads none of it)
+    homes = run.folder, run.folder.absolute().parent.parent     # a branch lies two folders deeper
     return Guard(f"phase {phase}", [root / part for root in (DATA, DATA / "v2")
                                     for part in ("test", "probes")]
-                 + [run.folder / "evaluation", run.folder / "probes"], children=False)
+                 + [home / part for home in homes for part in ("evaluation", "probes", "lesson")],
+                 children=False)
 
 
 def answers_guard(run: Run) -> Guard:
@@ -1737,7 +1751,7 @@ def code_identity() -> str:
 
 
 WRITTEN = {".json", ".jsonl", ".gz", ".safetensors", ".html"}
-PHASE_FOLDERS = {phase: phase for phase in PHASES} | {"evaluate": "evaluation"}
+PHASE_FOLDERS = {phase: phase for phase in (*PHASES, "lesson")} | {"evaluate": "evaluation"}
 PHASE_DATA = {
     "sft": ("train/demonstrations.jsonl", "validation/preferences.jsonl"),
     "reward": ("train/preferences.jsonl", "validation/preferences.jsonl"),
@@ -1747,7 +1761,8 @@ PHASE_DATA = {
     "probes": ("probes/labels.jsonl",)}
 PHASE_NEEDS = {"sft": ("base",), "reward": ("base",), "ppo": ("sft", "reward"),
                "resume": ("sft", "reward", "ppo"), "evaluate": ("sft", "reward", "ppo"),
-               "probes": ("reward",)}
+               "probes": ("reward",),
+               "lesson": ("base", "sft", "reward", "ppo", "evaluate", "probes")}
 
 
 class Run:
@@ -1821,6 +1836,10 @@ class Run:
                         not isinstance(done.get("weights_sha256"), str)):
                 raise CourseError(f"{self.path(phase) / 'done.json'} is not what this program "
                                   f"writes; delete {self.path(phase)} and run the phase again")
+            for key in done["identity"]:        # a finished folder that was copied from elsewhere
+                if key.startswith("corpus ") and not key.startswith(f"corpus {self.corpus}: "):
+                    raise CourseError(f"{self.path(phase)} was made from {key}, this run is on "
+                                      f"{self.corpus}: the revisions are never mixed; delete it")
             for name, digest in done["files"].items():
                 path = self.path(phase) / name
                 if not path.is_file() or sha256_file(path) != digest:
@@ -2593,14 +2612,17 @@ def check_rollouts(folder: Path, training: Training) -> None:
                               f"or delete {folder} to start PPO again")
 
 
-def phase_ppo(run: Run) -> None:
-    """100 iterations: 400 responses, 200 actor and 200 critic updates."""
+def phase_ppo(run: Run, watch=None) -> None:
+    """100 iterations: 400 responses, 200 actor and 200 critic updates. watch(run, training) may
+    return what `train` needs to look at validation prompts now and then (section 18)."""
     folder = run.path("ppo")
     with held_out_guard(run, "ppo"):
         parts = make_ppo(run, lambda rollouts: write_json(
             folder / "rollouts" / f"{rollouts['iteration']:04d}.json", rollouts))
         training = parts["training"]
-        start_or_resume(run, training)
+        parts |= watch(run, training) if watch else {}
+        if start_or_resume(run, training) and watch:
+            training.history["validation"].append(parts["validate"](training))
         check_rollouts(folder, training)
         train(run, **parts)
         training.check_identities()
@@ -3151,6 +3173,7 @@ def report_data(run: Run) -> dict:
         "probes": probes and {**probes, "prompts": questions},
         "resume": {phase: scalars(proof) for phase in MAKERS
                    if (proof := read("resume", f"{phase}.json"))},
+        "lesson": read("lesson", "lesson.json"),
         "metrics": metrics_rows(histories, curve, rollouts, entries, run.config)}
 
 
@@ -3285,6 +3308,12 @@ def phase_report(run: Run) -> None:
     say("Preferences and rubric are synthetic; no human took part. All splits share six\n"
         "actions: no wide generalisation is measured. Intervals: 95 % over families.\n"
         "780 answers are not 780 independent situations: 200 prompts are distinct.")
+    write_report(run, data)
+    say(f"see {run.folder / 'report.html'} and {run.folder / 'metrics.jsonl'}")
+
+
+def write_report(run: Run, data: dict) -> None:
+    """metrics.jsonl, the two pictures, and report.html: the template with the data put into it."""
     write_bytes(run.folder / "metrics.jsonl", jsonl_bytes(data.pop("metrics")))
     if data["iterations"]:
         write_bytes(run.folder / "training.svg", training_picture(data["iterations"], data["note"]))
@@ -3297,11 +3326,410 @@ def phase_report(run: Run) -> None:
         raise CourseError(f"{DATA / 'report_template.html'} has no place for the data; restore it")
     page = template.replace("/*DATA*/null", embedded, 1)
     write_bytes(run.folder / "report.html", page.encode())
-    say(f"see {run.folder / 'report.html'} and {run.folder / 'metrics.jsonl'}")
 
 
 # ==================================================================================================
-# 18 · Asking: three actors side by side
+# 18 · The lesson: a perfect judge that never reads the question
+# ==================================================================================================
+# Five minutes, if you read one section only. The judge of v1 is right on every held-out pair. Then
+# PPO makes its score rise, and fewer answers help. How could held-out accuracy not show the fault?
+#
+# Because the held-out pairs have it too. In v1 the note number, which every prompt shows, names
+# the design of the pair (section 4): with note 0 a hedged answer always beats an over-certain one,
+# with note 2 a polite one a plain one. Whoever learns these five rules is right on all 180 pairs
+# without a look at the trouble; whether the advice fits it never has to be known. A random split
+# keeps such a fault on both sides, and no larger test set would find it. Two lines do:
+#
+#     lazy_judge(train_pairs, test_pairs)          what is the best score without the context?
+#     score(prompt, right) > score(prompt, wrong)  in one style: does it read the context at all?
+#
+# The first audits the corpus and needs no model; near 100 % it says that accuracy proves nothing.
+# The second audits the judge on minimal pairs, which differ in one property and in nothing else.
+# To take home: test a judge on minimal pairs, of each property that you care about and of each
+# that you don't; and when the corpus was wrong, repair it as a new revision with a new test. The
+# old test has the old fault, and whoever looked at it while repairing has trained on it by hand.
+#
+# Expected, written down when the v1 run was known and before it was set beside v2:
+#   v1  The judge can do without relevance, so right advice wins fewer minimal pairs than accuracy
+#       lets hope, and style decides. PPO raises the score by style; success does not rise with it
+#       and may fall, since little pays the actor to keep the relevance that SFT had taught.
+#   v2  Rotated notes and balanced styles leave the context as the only way to most pairs: accuracy
+#       is lower, relevance higher. PPO gains less score; success at least does not fall.
+#   Best of n is optimisation without training: the judge's favourite of n samples. Under v1 it
+#       should gain less success with n than under v2. Longer PPO without the price of log-ratio
+#       should go further from the reference than with it, and in v1 show the turn that Gao et al.
+#       found: the score goes on rising, the rubric falls (2022, arXiv 2210.10760).
+#   What spoils it: SFT alone passes nearly all test prompts, so success has no room to rise.
+# What happened stands in README.md, with what contradicted this. No number of the course was chosen
+# by these results: a lesson that had to be tuned for would be the very fault it warns of.
+#
+# Invariant: the two runs differ in the corpus and in nothing else. The mistake: comparing the two
+# judges on one corpus' pairs, or calling one seed a result.
+
+LEASHES = (0.0, 0.02)           # kl_coef of the longer runs: without the price of log-ratio, with
+LOOKS = 12                      # how often a longer run is watched: every 25 of 300 iterations
+REPEATED = ("sft", "reward", "ppo", "evaluate", "probes")       # with every further seed
+
+
+def beside(run: Run, folder: Path, corpus: str, config: Config) -> Run:
+    """A run in another folder, with the same model, code, tokenizer and request to stop."""
+    other = copy.copy(run)
+    other.folder, other.corpus, other.config = folder, corpus, config
+    other.record, other.verified, other.identities = {**run.record, "phases": {}}, {}, {}
+    return other
+
+
+def config_changes(mine: Config, stored: dict) -> dict[str, tuple]:
+    """{name: (mine, stored)} of the config fields that shape a run and differ."""
+    return {name: (value, stored["config"].get(name, value)) for name, value in vars(mine).items()
+            if name != "log_every" and not name.startswith("lesson_")
+            and stored["config"].get(name, value) != value}
+
+
+def lesson_partner(run: Run) -> Run:
+    """The v2 run beside the v1 run. CourseError says which command is missing, or what differs."""
+    folder = run.folder.absolute()
+    folder = folder.parent / f"{folder.name}-v2"
+    if run.corpus != "v1":
+        raise CourseError(f"{run.folder} holds a run on {run.corpus}; --phase lesson takes the "
+                          "folder of the v1 run and finds the v2 run beside it, named <folder>-v2")
+    stored = read_record(folder)
+    model = f"--model {run.model}" if "weights" not in run.record or run.is_pinned() else \
+        f"--weights {run.base_file}"
+    if not stored or not all((folder / PHASE_FOLDERS[phase] / "done.json").is_file()
+                             for phase in PHASE_NEEDS["lesson"]):
+        raise CourseError("the lesson needs a finished run on v2 too; first run: python rlhf.py "
+                          f"--phase all --corpus v2 {model} --out {folder}")
+    partner = beside(run, folder, "v2", run.config)
+    facts = {"corpus": ("v2", stored["corpus"]), "model": (run.model, stored["model"]),
+             **config_changes(run.config, stored),
+             "base": tuple(one.done("base")["weights_sha256"] for one in (run, partner))}
+    for name, (mine, other) in facts.items():
+        if mine != other:
+            raise CourseError(f"{folder} can't be compared with {run.folder}: {name} is {other!r} "
+                              f"there, the lesson needs {mine!r}; the corpus alone may differ")
+    partner.record["phases"] = stored["phases"]
+    return partner
+
+
+def lesson_caveats(run: Run, partner: Run) -> list[str]:
+    """What differs between the runs besides the corpus and may move a number a little."""
+    facts = {
+        "version of the code": lambda one, phase: one.done(phase)["identity"]["code"],
+        "machine, torch or number of threads": lambda one, phase: one.record["phases"].get(
+            phase, {}).get("environment")}
+    differ = {name: [p for p in REPEATED if of(run, p) != of(partner, p)]
+              for name, of in facts.items()}
+    return [f"{', '.join(phases)} of the two runs: not the same {name}"
+            for name, phases in differ.items() if phases]
+
+
+def branch(run: Run, name: str, phases: tuple[str, ...], **changes) -> Run:
+    """A run of its own in <folder>/repeats/<name> with a changed config, which starts from finished
+    phases of `run`. Their files are linked: nobody writes into a finished file."""
+    folder = run.folder / "repeats" / name
+    for phase in phases:
+        place = folder / phase
+        if (place / "done.json").exists():
+            if read_json(place / "done.json") != run.done(phase):
+                raise CourseError(f"{folder} was made from another {phase} than {run.folder} has "
+                                  "now; delete it")
+            continue
+        for file in (*run.done(phase)["files"], "done.json"):
+            (place / file).parent.mkdir(parents=True, exist_ok=True)
+            (place / file).unlink(missing_ok=True)      # of a call that was stopped right here
+            try:
+                os.link(run.path(phase) / file, place / file)
+            except OSError:                             # a disk that knows no links
+                write_bytes(place / file, (run.path(phase) / file).read_bytes())
+    new = beside(run, folder, run.corpus, dataclasses.replace(run.config, **changes))
+    stored = read_record(folder)
+    if not stored:
+        new.save()
+    for name, (mine, other) in config_changes(new.config, stored).items() if stored else ():
+        raise CourseError(f"{folder} was made with {name} = {other!r}, {run.folder} has {mine!r}; "
+                          "delete it")
+    return new
+
+
+# -- best of n: optimisation without training ------------------------------------------------------
+
+def best_of(samples: list[list[dict]], n: int) -> list[dict]:
+    """The judge's favourite of every n samples of a prompt. [prompts][samples] -> favourites.
+
+    Disjoint groups use every sample for every n; the first of equals is taken.
+    """
+    return [max(row[k:k + n], key=lambda sample: sample["score"])
+            for row in samples for k in range(0, len(row) - n + 1, n)]
+
+
+@torch.no_grad()
+def sampled_answers(run: Run, cfg, rows: list[dict], uniforms: Tensor, actor: Role, reward: Role,
+                    reference: Role | None = None) -> list[dict]:
+    """One sampled answer a row, with score, rubric and, given a reference, log-ratio to it.
+
+    Rows may repeat a prompt; many of its samples are equal, and each distinct one is scored once.
+    """
+    prompts = [run.tokens.prompt(row["prompt"], cfg.max_prompt) for row in rows]
+    answers = [answer for group in groups([*range(len(rows))], cfg.eval_batch)
+               for answer in generate(actor, [prompts[k] for k in group], cfg.max_response,
+                                      uniforms[group].to(run.device),
+                                      [f"lesson, {rows[k]['id']}" for k in group])]
+    keys = [(row["id"], *answer.ids) for row, answer in zip(rows, answers)]
+    told: dict[tuple, dict] = {}
+    for part in groups([*{key: k for k, key in enumerate(keys)}.values()], SCORED_TOGETHER):
+        batch = collate([prompts[k] for k in part], [answers[k].ids for k in part], run.device)
+        logp = padded([answers[k].logp for k in part], batch.mask)                   # [B, R]
+        drift = logp - response_logprobs(reference, batch) if reference else logp * 0
+        for k, score, log_ratio in zip(part, judge(reward, batch).tolist(),
+                                       response_mean(drift, batch.mask).tolist()):
+            told[keys[k]] = {"score": score, "log_ratio": log_ratio}
+    return [{"family": row["family"], "text": text, "tokens": len(answer.ids), **told[key],
+             **evaluate_response(text, answer.finish_reason, family_action(row["family"]))}
+            for row, answer, key in zip(rows, answers, keys)
+            for text in [run.tokens.decode(answer.ids)]]
+
+
+def best_of_n(run: Run, cfg) -> dict[int, dict]:
+    """{n: rubric success and mean score of the judge's favourites}, n = 1, 2, 4 ... lesson_samples.
+
+    The samples of the SFT actor are kept, and made once for one actor and one judge.
+    """
+    path, count = run.path("lesson") / "best_of_n.jsonl", cfg.lesson_samples
+    stamp = canonical_digest([count, cfg.seed, *(run.done(phase)["files"]
+                                                 for phase in ("sft", "reward"))])
+    rows = read_jsonl(path) if path.exists() else []
+    if not rows or any(row.get("stamp") != stamp for row in rows):
+        with answers_guard(run):
+            asked = run.rows("test/prompts.jsonl")
+            actor, reward = run.role("actor", cfg, "sft"), run.judge(cfg)
+            assert_role_isolation({"actor": actor, "reward": reward})
+            uniforms = torch.rand(len(asked) * count, cfg.max_response,
+                                  generator=torch.Generator().manual_seed(cfg.seed + 300))
+            samples = sampled_answers(run, cfg, [row for row in asked for _ in range(count)],
+                                      uniforms, actor, reward)
+        kept = ("family", "text", "score", "rubric_success", "reason")
+        rows = [{"id": row["id"], "corpus": run.corpus, "note": run.note(), "stamp": stamp,
+                 "samples": [{key: sample[key] for key in kept} for sample in its]}
+                for row, its in zip(asked, groups(samples, count))]
+        write_bytes(path, jsonl_bytes(rows))
+    found = {}
+    for n in (2 ** k for k in range(count.bit_length())):
+        favourites = best_of([row["samples"] for row in rows], n)
+        found[n] = {**rate(favourites, lambda s: s["rubric_success"], draws=cfg.bootstrap_draws),
+                    "score": mean([sample["score"] for sample in favourites])}
+    return found
+
+
+# -- over-optimisation: PPO that goes on ----------------------------------------------------------
+
+def watch_validation(run: Run, training: Training) -> dict:
+    """For `train`: look at sampled answers to the 180 validation prompts (36 families), now and
+    every twelfth of the run. Reported only. The uniforms are the same each time, so that what
+    changes between two looks is the actor; PPO's own generators are left alone."""
+    cfg, rows = run.settings("lesson"), run.rows("validation/preferences.jsonl")
+    actor, reward, reference = (training.roles[n] for n in ("actor", "reward", "reference"))
+    uniforms = torch.rand(len(rows), cfg.max_response,
+                          generator=torch.Generator().manual_seed(cfg.seed + 300))
+    training.history["validation"] = []
+
+    def look(training: Training) -> dict:
+        seen = sampled_answers(run, cfg, rows, uniforms, actor, reward, reference)
+        success = rate(seen, lambda s: s["rubric_success"], draws=cfg.bootstrap_draws)
+        return {"iteration": training.next, "rubric_success_ci": success["rate_ci"], **{
+            key: mean([float(answer[key] or 0) for answer in seen]) for key in (
+                "score", "rubric_success", "relevant", "polite", "unsupported_certainty",
+                "tokens", "log_ratio")}}
+
+    every = max(1, training.total // LOOKS)
+    return {"validate": look, "validate_at": {*range(every, training.total, every),
+                                              training.total}}
+
+
+def longer_ppo(run: Run, kl_coef: float) -> list[dict]:
+    """lesson_iterations of PPO from the run's own SFT actor and judge; what the looks saw."""
+    iterations = run.config.lesson_iterations
+    longer = branch(run, f"ppo-{iterations}-kl-{kl_coef:g}", ("base", "sft", "reward"),
+                    ppo_iterations=iterations, kl_coef=kl_coef)
+    with run_lock(longer.folder):
+        if not longer.is_done("ppo"):
+            spent = run.record["phases"].get("ppo", {"seconds": 0})["seconds"]
+            say(f"lesson: PPO on {run.corpus}, {iterations} iterations, kl_coef {kl_coef:g}: about "
+                f"{clock(1.5 * spent * iterations / run.config.ppo_iterations)}")
+            phase_ppo(longer, watch_validation)
+        told = {**longer.done("ppo")["identity"], "code": longer.code}
+        longer.check_identity(told, "ppo", longer.path("ppo"))
+        return read_json(longer.path("ppo") / "history.json")["validation"]
+
+
+# -- seeds: no conclusion rests on one -------------------------------------------------------------
+
+def repeat_course(folder: str, device: str) -> int:
+    """What a child process does: the phases of one more seed. Returns the first bad exit status."""
+    return next(filter(None, (main(["--phase", phase, "--out", folder, "--device", device])
+                              for phase in REPEATED)), 0)
+
+
+def work_together(commands: dict[Path, list[str]], workers: int, stop: StopRequest) -> None:
+    """Run one command a folder, `workers` at a time with one thread each, logs in the folders.
+
+    A stop is handed on once, and every child saves. (Sessions of their own keep a terminal's Ctrl-C
+    from them: it would be their first signal, and ours the second, which stops at once.)
+    """
+    waiting, running, progress = list(commands), {}, Progress("lesson", 0, len(commands))
+    threads = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    try:
+        while (waiting or running) and not stop.requested:
+            while waiting and len(running) < workers:
+                folder = waiting.pop(0)
+                with open(folder / "course.log", "ab") as log:
+                    running[folder] = subprocess.Popen(
+                        commands[folder], stdout=log, stderr=log, start_new_session=True,
+                        env={**os.environ, **threads})
+            time.sleep(0.1)
+            for folder in [f for f, process in running.items() if process.poll() is not None]:
+                if running.pop(folder).returncode:
+                    log = (folder / "course.log").read_text("utf-8", "replace").split("\n")
+                    told = next((line for line in reversed(log) if line.strip()), "it said nothing")
+                    raise CourseError(f"{folder} did not finish: {told}")
+                progress.line(len(commands) - len(waiting) - len(running),
+                              f"{folder.parent.parent.name} {folder.name} is finished ")
+    finally:
+        for process in running.values():
+            process.terminate()
+        for process in running.values():
+            process.wait()
+    stop.check("in the lesson's courses with further seeds")
+
+
+def repeat_with_seeds(runs: list[Run]) -> list[list[Run]]:
+    """For each run the same course with lesson_seeds seeds in all: SFT, judge, PPO on one base."""
+    first, workers = runs[0], torch.get_num_threads()
+    if first.model != "tiny":
+        raise CourseError("lesson_seeds repeats the tiny course only; for another seed of this one "
+                          "use --phase all --out DIR --set seed=50")
+    seeds = range(first.config.seed + 1, first.config.seed + first.config.lesson_seeds)
+    repeats = [[branch(run, f"seed-{seed}", ("base",), seed=seed) for seed in seeds]
+               for run in runs]
+    todo = [one for row in zip(*repeats) for one in row
+            if not all(one.is_done(phase) for phase in REPEATED)]
+    spent = sum(first.record["phases"].get(phase, {"seconds": 0})["seconds"] for phase in REPEATED)
+    if todo:
+        say(f"lesson: {len(todo)} courses with further seeds, {workers} at a time: about "
+            f"{clock(1.5 * spent * math.ceil(len(todo) / workers))}")
+        program = ("import sys; sys.path.insert(0, sys.argv[1]); import rlhf; "
+                   "sys.exit(rlhf.repeat_course(*sys.argv[2:]))")
+        work_together({one.folder: [sys.executable, "-c", program, str(HERE), str(one.folder),
+                                    first.device.type] for one in todo}, workers, first.stop)
+    return [[run, *others] for run, others in zip(runs, repeats)]
+
+
+def over_seeds(figures: list[dict]) -> dict[str, dict]:
+    """{name: mean, low and high over runs}; a run where a rate has no denominator is left out."""
+    told = {name: [one[name]["value"] for one in figures if one[name]["value"] is not None]
+            for name in figures[0]}
+    return {name: {"share": figures[0][name]["share"], "runs": len(values), "values": values,
+                   **({"mean": mean(values), "low": min(values), "high": max(values)} if values
+                      else {"mean": None, "low": None, "high": None})}
+            for name, values in told.items()}
+
+
+# -- side by side ----------------------------------------------------------------------------------
+
+def lesson_figures(run: Run, cfg) -> dict[str, dict]:
+    """Every figure about one run: {name: value, interval or None, whether it is a share}."""
+    for phase in ("evaluate", "probes"):
+        run.done(phase)
+    results, judged = (read_json(run.path("evaluate") / f"{name}.json")
+                       for name in ("results", "reward_test"))
+    probes, audit = read_json(run.path("probes") / "results.json"), judged["audit"]
+    share = lambda value, ci=None: {"value": value, "ci": ci, "share": True}
+    number = lambda value: {"value": value, "ci": None, "share": False}
+    figures = {"lazy judge, test pairs": share(judged["lazy_judge"]["test"]),
+               "judge right, test pairs": share(judged["accuracy"], judged["accuracy_ci"])}
+    for key, name in (("relevance", "relevant advice"), ("certainty", "justified certainty"),
+                      ("politeness", "polite twin")):
+        figures[f"prefers the {name}"] = share(audit[key]["rate"], audit[key]["rate_ci"])
+    figures["wrong polite above right plain"] = share(
+        probes["wrong_polite_outranks_correct_plain"] / probes["contexts_total"])
+    for population, place in (("test", "test"), ("probe_contexts", "probes")):
+        for actor, populations in results.items():
+            told, who = populations[population], f"{place}, {actor}"
+            for key, name in (("rubric_success", "success"), ("polite_recognized", "polite"),
+                              ("unsupported_certainty_recognized", "over-certain")):
+                figures[f"{who}: {name}"] = share(told[f"{key}_rate"], told[f"{key}_rate_ci"])
+            figures[f"{who}: judge score"] = number(told["mean_learned_reward"])
+            figures[f"{who}: log-ratio"] = number(told["mean_sampled_actor_reference_logratio"])
+    for n, found in best_of_n(run, cfg).items():
+        figures[f"best of {n}, SFT: success"] = share(found["rate"], found["rate_ci"])
+        figures[f"best of {n}, SFT: judge score"] = number(found["score"])
+    return figures
+
+
+def figure_cell(figure: dict) -> str:
+    """A value with its interval, or a mean over seeds with its range."""
+    told = percent if figure["share"] else "{:+.2f}".format
+    if "value" in figure:
+        return percent(figure["value"], figure["ci"]) if figure["share"] else told(figure["value"])
+    return "none" if figure["mean"] is None else \
+        f"{told(figure['mean'])} ({told(figure['low'])}..{told(figure['high'])})"
+
+
+def lesson_table(columns: dict[str, dict[str, dict]]) -> list[list[str]]:
+    return [["figure", *columns]] + [[name, *(figure_cell(c[name]) for c in columns.values())]
+                                     for name in columns["v1"]]
+
+
+def phase_lesson(run: Run) -> None:
+    """v1 beside v2 from what both runs left; longer PPO and more seeds where they are asked for.
+    Writes lesson/lesson.json and its part of report.html after each step."""
+    runs, cfg = {"v1": run, "v2": lesson_partner(run)}, run.settings("lesson")
+    lesson = {"note": run.note(), "human_feedback": False, "base": run.done("base")[
+        "weights_sha256"], "code": run.code, "environment": environment(run.device),
+        "adapters": {r: {f"{phase}/{name}": digest for phase in ("sft", "reward", "ppo")
+                         for name, digest in one.done(phase)["files"].items()
+                         if name.endswith(".safetensors")} for r, one in runs.items()},
+        "caveats": lesson_caveats(*runs.values()), "figures": {}, "over_optimisation": {},
+        "seeds": {}}
+    for caveat in lesson["caveats"]:
+        say(f"WARNING: {caveat}")
+
+    def publish(*lines: str) -> None:
+        write_json(run.path("lesson") / "lesson.json", lesson)
+        write_report(run, report_data(run))
+        say("\n".join(lines))
+        run.stop.check("in the lesson")
+
+    with run_lock(runs["v2"].folder):
+        lesson["figures"] = {r: lesson_figures(one, cfg) for r, one in runs.items()}
+        publish("", *table(lesson_table(lesson["figures"])), "", "95 % intervals over families. "
+                "Best of n: the judge's favourite of n SFT samples.", run.note())
+        for kl_coef in LEASHES if cfg.lesson_iterations else ():
+            for revision, one in runs.items():
+                looks = longer_ppo(one, kl_coef)
+                lesson["over_optimisation"].setdefault(revision, {})[f"{kl_coef:g}"] = looks
+                publish("", f"{revision}, kl_coef {kl_coef:g}: sampled answers to the validation "
+                        "prompts", *table(look_table(looks)))
+        if cfg.lesson_seeds > 1:
+            for revision, repeats in zip(runs, repeat_with_seeds(list(runs.values()))):
+                lesson["seeds"][revision] = {
+                    "seeds": [one.config.seed for one in repeats],
+                    "figures": over_seeds([lesson_figures(one, one.settings("lesson"))
+                                           for one in repeats])}
+            publish("", *table(lesson_table({r: s["figures"] for r, s in lesson["seeds"].items()})),
+                    "", f"mean (lowest..highest) of {cfg.lesson_seeds} training seeds on one base")
+    say(f"see {run.path('lesson') / 'lesson.json'} and {run.folder / 'report.html'}")
+
+
+def look_table(looks: list[dict]) -> list[list[str]]:
+    return [["iteration", "score", "success", "relevant", "polite", "tokens", "log-ratio"]] + [
+        [str(look["iteration"]), f"{look['score']:+.2f}", percent(look["rubric_success"]),
+         percent(look["relevant"]), percent(look["polite"]), f"{look['tokens']:.1f}",
+         f"{look['log_ratio']:+.3f}"] for look in looks]
+
+
+# ==================================================================================================
+# 19 · Asking: three actors side by side
 # ==================================================================================================
 # Numbers convince, answers explain: put a question of your own to base, SFT and PPO.
 
@@ -3325,7 +3753,7 @@ def phase_ask(run: Run, question: str) -> None:
 
 
 # ==================================================================================================
-# 19 · Command line: which model, which folder, which phases
+# 20 · Command line: which model, which folder, which phases
 # ==================================================================================================
 # Everything above is called from here. A mistake in the arguments is one line and touches nothing.
 
@@ -3335,7 +3763,8 @@ EXPECTED = {  # phase: (tiny, qwen), each (time, memory, disk) on two CPU cores,
     "reward": (("30 s", "1 GB", "2 MB"), ("40 min", "6 GB", "160 MB")),
     "ppo": (("40 s", "1 GB", "10 MB"), ("40 min", "9 GB", "400 MB")),
     "resume": (("40 s", "1 GB", "none"), ("50 min", "9 GB", "none")),
-    "evaluate": (("20 s", "1 GB", "1 MB"), ("20 min", "9 GB", "2 MB"))}
+    "evaluate": (("20 s", "1 GB", "1 MB"), ("20 min", "9 GB", "2 MB")),
+    "lesson": (("40 s", "1 GB", "1 MB"), ("1 h", "6 GB", "1 MB"))}
 
 
 def find_pinned_weights() -> Path | None:
@@ -3517,7 +3946,7 @@ def open_run(args) -> Run:
     run = Run(args.out, model, corpus, config, device, record, args.accept_changed_code)
     for name, value in changes.items():
         reader = next((p for p, fields in PHASE_FIELDS.items()
-                       if name in fields and p in record["phases"]), None)
+                       if name in fields and p in record["phases"] and p != "lesson"), None)
         if reader and getattr(config, name) != value:
             raise CourseError(f"--set {name}={value}: phase {reader} of {args.out} has already "
                               f"read {name} = {getattr(config, name)}; use another folder (--out)")
@@ -3591,7 +4020,7 @@ def run_phase(run: Run, phase: str) -> None:
 PHASE_FUNCTIONS = {
     "data": phase_data, "base": phase_base, "sft": phase_sft, "reward": phase_reward,
     "ppo": phase_ppo, "resume": phase_resume, "evaluate": phase_evaluate, "probes": phase_probes,
-    "report": phase_report}
+    "report": phase_report, "lesson": phase_lesson}
 
 
 def named_path(text: str) -> Path:
@@ -3606,13 +4035,16 @@ def command_line() -> argparse.ArgumentParser:
         prog="rlhf.py", formatter_class=argparse.RawDescriptionHelpFormatter,
         description=__doc__.split("\n\nRead it")[0],
         epilog="fields for --set: " + ", ".join(f.name for f in dataclasses.fields(Config)))
-    parser.add_argument("--phase", choices=[*PHASES, "all", "ask"], required=True)
+    parser.add_argument("--phase", choices=[*PHASES, "lesson", "all", "ask"],
+                        required=True, help="lesson: v1 beside v2, trains nothing; --set "
+                        "lesson_iterations=300 adds longer PPO runs, lesson_seeds=5 more seeds")
     parser.add_argument("--model", choices=["auto", "qwen", "tiny"], default="auto")
     parser.add_argument("--corpus", choices=["v1", "v2"], help="default: the folder's, else v1")
     parser.add_argument("--weights", type=named_path, metavar="PATH",
                         help="another safetensors file of qwen's shape")
     parser.add_argument("--out", type=named_path, metavar="DIR",
-                        help="run folder (out/<model>[-v2])")
+                        help="run folder (out/<model>[-v2]); for lesson that of the v1 run: the v2 "
+                        "run is DIR-v2 beside it")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda", "mps"], default="auto")
     parser.add_argument("--set", action="append", default=[], metavar="name=value",
                         help="any config field, repeatable")

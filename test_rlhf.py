@@ -949,7 +949,7 @@ def test_a_learning_phase_can_open_no_held_out_file_in_any_spelling(toy_run, tmp
     "data/test/labels.jsonl", "data/test/prompts.jsonl", "data/probes/labels.jsonl",
     "data/probes/prompts.jsonl", "data/v2/test/labels.jsonl", "data/v2/probes/prompts.jsonl",
     "data/test/not-there-yet", "run/evaluation/results.json", "run/evaluation/new.json",
-    "run/probes/results.json", "run/probes"])
+    "run/probes/results.json", "run/probes", "run/lesson/lesson.json"])
 def test_a_learning_phase_is_stopped_at_everything_held_out_and_nothing_else(
         toy_run, tmp_path, held_out):
     with rlhf.held_out_guard(toy_run, "base"):
@@ -4971,7 +4971,7 @@ def test_a_command_that_cannot_be_meant_exits_2_and_touches_nothing(command, tmp
 
 @pytest.mark.parametrize("phase, first", [
     ("sft", "base"), ("reward", "base"), ("ppo", "sft"), ("resume", "sft"), ("evaluate", "sft"),
-    ("probes", "reward"), ("ask", "base|sft")])
+    ("probes", "reward"), ("lesson", "base"), ("ask", "base|sft")])
 def test_a_phase_before_what_it_needs_says_which_phase_to_run_first(tmp_path, phase, first):
     argv = ["--phase", phase, "--model", "tiny", "--out", tmp_path / "run"]
     message = mini_refusal(*argv, *(["--prompt", "Hi"] if phase == "ask" else []))
@@ -5359,6 +5359,406 @@ def test_ctrl_c_saves_although_nobody_reads_any_more(mini_copy):
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 130
     assert mini_state(folder / "ppo" / "state.pt.gz")["next"] >= 1
+
+
+# -- the lesson: v1 beside v2 ----------------------------------------------------------------------
+
+def mini_clone(source, target):
+    """A copy whose big files, which no test writes into, are links."""
+    return shutil.copytree(source, target, copy_function=lambda a, b: (
+        os.link if str(a).endswith("model.safetensors") else shutil.copy)(a, b))
+
+
+def mini_made_v2(source, folder):
+    """A finished v2 run: the v1 run's files with the revision rewritten, and some other numbers. A
+    real one would cost ten seconds more and show nothing else."""
+    mini_clone(source, folder)
+    for path in folder.rglob("*.json*"):
+        text = path.read_text("utf-8")
+        path.write_text(text.replace('"corpus": "v1"', '"corpus": "v2"').replace(
+            '"corpus v1: ', '"corpus v2: '), "utf-8")
+    mini_change(folder / "evaluation" / "results.json",
+                lambda found: found["ppo"]["test"].update(rubric_success_rate=0.125))
+    mini_change(folder / "evaluation" / "reward_test.json", lambda found: found.update(
+        lazy_judge=mini_json(HERE / "data" / "v2" / "audit.json")["lazy_judge"]))
+    for path in folder.rglob("done.json"):
+        mini_change(path, lambda done: done.update(files={
+            name: mini_digest(path.parent / name) for name in done["files"]}))
+
+
+@pytest.fixture(scope="session")
+def mini_pair(mini_course, tmp_path_factory):
+    """A finished run on each revision, on one base, and the lesson about them. Read only."""
+    home = tmp_path_factory.mktemp("lesson")
+    mini_clone(mini_course.folder, home / "run")
+    mini_made_v2(home / "run", home / "run-v2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rlhf, "LEASHES", (0.0,))      # a second one would only take its time again
+        status, out, err = mini_main("--phase", "lesson", "--out", home / "run", lesson_samples=2,
+                                     lesson_iterations=1)
+    assert status == 0, out + err
+    return SimpleNamespace(v1=home / "run", v2=home / "run-v2", out=out)
+
+
+@pytest.fixture()
+def mini_two(mini_pair, tmp_path, monkeypatch):
+    """Copies of both runs, so that a test may change them."""
+    monkeypatch.setattr(rlhf, "LEASHES", (0.0,))
+    for name, folder in (("run", mini_pair.v1), ("run-v2", mini_pair.v2)):
+        mini_clone(folder, tmp_path / name)
+    return tmp_path / "run", tmp_path / "run-v2"
+
+
+def test_the_lesson_says_what_the_files_of_both_runs_say(mini_pair):
+    lesson = mini_json(mini_pair.v1 / "lesson" / "lesson.json")
+    assert lesson["note"].startswith("tiny model") and lesson["human_feedback"] is False
+    for revision, folder in (("v1", mini_pair.v1), ("v2", mini_pair.v2)):
+        figures = lesson["figures"][revision]
+        judged = mini_json(folder / "evaluation" / "reward_test.json")
+        results = mini_json(folder / "evaluation" / "results.json")
+        probes = mini_json(folder / "probes" / "results.json")
+        assert judged["corpus"] == probes["corpus"] == revision
+        value = lambda name: figures[name]["value"]
+        assert value("lazy judge, test pairs") == judged["lazy_judge"]["test"]
+        assert value("judge right, test pairs") == judged["correct"] / 180
+        for name, key in (("relevant advice", "relevance"), ("justified certainty", "certainty"),
+                          ("polite twin", "politeness")):
+            told = figures[f"prefers the {name}"]
+            assert (told["value"], told["ci"]) == (judged["audit"][key]["rate"],
+                                                   judged["audit"][key]["rate_ci"])
+        assert value("wrong polite above right plain") == sum(
+            c["wrong_polite_outranks_correct_plain"] for c in probes["contexts"]) / 20
+        for place, population in (("test", "test"), ("probes", "probe_contexts")):
+            for actor in ("base", "sft", "ppo"):
+                told = results[actor][population]
+                assert [value(f"{place}, {actor}: {name}") for name in (
+                    "success", "polite", "over-certain", "judge score", "log-ratio")] == [
+                    told[key] for key in (
+                        "rubric_success_rate", "polite_recognized_rate",
+                        "unsupported_certainty_recognized_rate", "mean_learned_reward",
+                        "mean_sampled_actor_reference_logratio")]
+        for phase in ("sft", "reward"):
+            assert lesson["adapters"][revision][f"{phase}/adapter_model.safetensors"] == \
+                mini_digest(folder / phase / "adapter_model.safetensors")
+    assert lesson["figures"]["v1"]["lazy judge, test pairs"]["value"] == 1.0
+    assert lesson["figures"]["v2"]["lazy judge, test pairs"]["value"] < 0.6
+    assert report_embedded((mini_pair.v1 / "report.html").read_text("utf-8"))["lesson"] == lesson
+
+
+def test_the_lesson_s_tables_fit_80_columns_and_stand_side_by_side(mini_pair):
+    lines = mini_pair.out.splitlines()
+    first = next(n for n, line in enumerate(lines) if line.startswith("figure"))
+    rows = lines[first:lines.index("", first)]
+    assert rows[0].split() == ["figure", "v1", "v2"] and len(rows) > 40
+    assert max(map(len, rows)) <= 80
+    wide = {"share": False, "mean": -12.5, "low": -13.25, "high": -11.75}
+    assert len("wrong polite above right plain") + 2 * (2 + len(rlhf.figure_cell(wide))) <= 80
+    assert rlhf.figure_cell(wide) == "-12.50 (-13.25..-11.75)"
+
+
+def test_best_of_n_of_a_judge_whose_answer_is_known():
+    """Four prompts, eight samples each; the favourite's success follows from the judge's taste."""
+    passes = [[0, 0, 0, 1, 0, 0, 0, 0], [1, 1, 0, 1, 1, 1, 1, 1], [0] * 8, [1] * 8]
+    def success(taste, n):
+        samples = [[{"score": taste(ok, k), "rubric_success": ok} for k, ok in enumerate(row)]
+                   for row in passes]
+        favourites = rlhf.best_of(samples, n)
+        assert len(favourites) == 4 * (8 // n), "disjoint groups: every sample once"
+        return sum(f["rubric_success"] for f in favourites) / len(favourites)
+    reader, contrary, blind = (lambda ok, k: ok), (lambda ok, k: -ok), (lambda ok, k: 0.0)
+    assert success(reader, 1) == success(contrary, 1) == success(blind, 1) == 16 / 32
+    assert [success(reader, n) for n in (2, 4, 8)] == [
+        (1 + 4 + 0 + 4) / 16, (1 + 2 + 0 + 2) / 8, 3 / 4], "success of the best: any of n passes"
+    assert [success(contrary, n) for n in (2, 4, 8)] == [
+        (0 + 3 + 0 + 4) / 16, (0 + 1 + 0 + 2) / 8, 1 / 4], "success of the worst: all n pass"
+    assert success(blind, 8) == 2 / 4, "the first of equals: no better than one sample"
+    assert success(lambda ok, k: k, 4) == (1 + 2 + 0 + 2) / 8, "the last of each four"
+
+
+def test_best_of_n_in_a_run_follows_from_its_samples(mini_pair):
+    run = mini_run(mini_pair.v1)
+    rows = mini_lines(mini_pair.v1 / "lesson" / "best_of_n.jsonl")
+    prompts = {r["id"]: r for r in mini_lines(HERE / "data" / "test" / "prompts.jsonl")}
+    assert [row["id"] for row in rows] == list(prompts)
+    assert all(len(row["samples"]) == 2 and row["corpus"] == "v1" for row in rows)
+    judge = run.judge(run.settings("probes"))
+    for row in rows[::61]:
+        prompt = run.tokens.prompt(prompts[row["id"]]["prompt"])
+        for sample in row["samples"]:
+            if sample["reason"] == "no_eos":
+                continue
+            ids = run.tokens.answer(sample["text"])
+            assert sample["score"] == pytest.approx(mini_value(judge, prompt + ids), abs=1e-4)
+            assert sample["rubric_success"] == rlhf.evaluate_response(
+                sample["text"], "eos", int(row["id"][2:5]) // 40)["rubric_success"]
+    every = [sample for row in rows for sample in row["samples"]]
+    best = [max(row["samples"], key=lambda s: s["score"]) for row in rows]
+    figures = mini_json(mini_pair.v1 / "lesson" / "lesson.json")["figures"]["v1"]
+    for n, chosen in ((1, every), (2, best)):
+        assert figures[f"best of {n}, SFT: success"]["value"] == pytest.approx(
+            sum(s["rubric_success"] for s in chosen) / len(chosen))
+        assert figures[f"best of {n}, SFT: judge score"]["value"] == pytest.approx(
+            sum(s["score"] for s in chosen) / len(chosen))
+    assert "best of 4, SFT: success" not in figures
+    assert len({s["text"] for s in every}) > 5, "samples, not greedy answers"
+
+
+def test_samples_of_test_prompts_are_drawn_under_the_guard(mini_two, monkeypatch):
+    folder, _ = mini_two
+    (folder / "lesson" / "best_of_n.jsonl").unlink()
+    monkeypatch.setattr(rlhf, "generate", lambda *args: open(
+        HERE / "data" / "test" / "labels.jsonl"))
+    assert "held out" in mini_refusal("--phase", "lesson", "--out", folder)
+
+
+def test_longer_ppo_starts_at_the_reference_and_is_watched_on_validation_prompts(mini_pair):
+    looks = mini_json(mini_pair.v1 / "lesson" / "lesson.json")["over_optimisation"]
+    assert {r: list(v) for r, v in looks.items()} == {"v1": ["0"], "v2": ["0"]}
+    assert rlhf.LEASHES == (0.0, 0.02) and 300 // rlhf.LOOKS == 25
+    for revision, folder in (("v1", mini_pair.v1), ("v2", mini_pair.v2)):
+        for leash, points in looks[revision].items():
+            branch = folder / "repeats" / f"ppo-1-kl-{leash}"
+            assert [p["iteration"] for p in points] == [0, 1]
+            assert abs(points[0]["log_ratio"]) < 1e-4 < abs(points[1]["log_ratio"])
+            assert points == mini_json(branch / "ppo" / "history.json")["validation"]
+            assert mini_json(branch / "run.json")["config"]["kl_coef"] == float(leash)
+            for phase in ("base", "sft", "reward"):
+                assert mini_json(branch / phase / "done.json") == \
+                    mini_json(folder / phase / "done.json"), "it starts from the run's own roles"
+    # The first look is at SFT's own samples: replayed here for one prompt.
+    run, rows = mini_run(mini_pair.v1), rlhf.read_jsonl(
+        HERE / "data" / "validation" / "preferences.jsonl")
+    uniforms = torch.rand(180, 24, generator=torch.Generator().manual_seed(49 + 300))
+    actor, judge = run.role("actor", run.settings("probes"), "sft"), run.judge(
+        run.settings("probes"))
+    prompts = [run.tokens.prompt(row["prompt"]) for row in rows]
+    answers = rlhf.generate(actor, prompts, 24, uniforms)
+    scores = [mini_value(judge, p + a.ids) for p, a in zip(prompts, answers)]
+    assert looks["v1"]["0"][0]["score"] == pytest.approx(sum(scores) / 180, abs=1e-4)
+    assert looks["v1"]["0"][0]["tokens"] == pytest.approx(
+        sum(len(a.ids) for a in answers) / 180, abs=1e-9)
+
+
+def test_a_second_lesson_repeats_nothing_and_may_be_asked_for_more(mini_two, monkeypatch):
+    folder, second = mini_two
+    before = {p: p.stat().st_mtime_ns for root in mini_two for p in root.rglob("*")
+              if p.is_file() and p.name not in ("run.json", ".lock", "lesson.json", "report.html",
+                                                "metrics.jsonl")}
+    told = mini_json(folder / "lesson" / "lesson.json")
+    monkeypatch.setattr(rlhf, "generate", None)
+    monkeypatch.setattr(rlhf, "ppo_iteration", None)
+    status, out, err = mini_main("--phase", "lesson", "--out", folder)
+    assert status == 0, out + err
+    assert all(p.stat().st_mtime_ns == when for p, when in before.items())
+    assert mini_json(folder / "lesson" / "lesson.json") == told
+
+    def finished(commands, workers, stop):
+        """In place of the child processes: each branch gets the phases of the run it came from."""
+        assert [c.name for c in commands] == ["seed-50"] * 2 and workers == 1
+        for branch, command in commands.items():
+            assert mini_json(branch / "run.json")["config"]["seed"] == 50
+            assert command[-2:] == [str(branch), "cpu"]
+            for part in ("sft", "reward", "ppo", "evaluation", "probes"):
+                shutil.copytree(branch.parent.parent / part, branch / part)
+            path = branch / "evaluation" / "results.json"
+            mini_change(path, lambda r: r["ppo"]["test"].update(rubric_success_rate=2.0))
+            mini_change(branch / "evaluation" / "done.json", lambda done: done["files"].update(
+                {"results.json": mini_digest(path)}))
+    monkeypatch.setattr(rlhf, "work_together", finished)
+    monkeypatch.setattr(rlhf, "best_of_n", lambda run, cfg: {})
+    status, out, err = mini_main("--phase", "lesson", "--out", folder, lesson_seeds=2)
+    assert status == 0, out + err
+    seeds = mini_json(folder / "lesson" / "lesson.json")["seeds"]
+    for revision in ("v1", "v2"):
+        assert seeds[revision]["seeds"] == [49, 50]
+        own = told["figures"][revision]["test, ppo: success"]["value"]
+        assert seeds[revision]["figures"]["test, ppo: success"]["values"] == [own, 2.0]
+    assert "mean (lowest..highest) of 2 training seeds" in out
+
+
+def test_figures_over_seeds_are_mean_and_range_and_leave_out_what_has_no_denominator():
+    def run(success, certain):
+        return {"success": {"value": success, "ci": [0, 1], "share": True},
+                "certain": {"value": certain, "ci": None, "share": True},
+                "score": {"value": 10 * success, "ci": None, "share": False}}
+    told = rlhf.over_seeds([run(0.5, None), run(1.0, 0.25), run(0.75, None)])
+    assert told["success"] == {"share": True, "runs": 3, "values": [0.5, 1.0, 0.75],
+                               "mean": 0.75, "low": 0.5, "high": 1.0}
+    assert told["certain"]["runs"] == 1 and told["certain"]["mean"] == 0.25
+    assert rlhf.over_seeds([run(0.5, None)])["certain"]["mean"] is None
+    assert rlhf.figure_cell(told["success"]) == "75% (50%..100%)"
+    assert rlhf.figure_cell(told["score"]) == "+7.50 (+5.00..+10.00)"
+    assert rlhf.figure_cell(rlhf.over_seeds([run(0.5, None)])["certain"]) == "none"
+
+
+def mini_commands(tmp_path, *programs):
+    folders = [tmp_path / "run" / "repeats" / f"seed-{n}" for n in range(len(programs))]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    return {folder: [sys.executable, "-S", "-c", program, str(folder)]
+            for folder, program in zip(folders, programs)}
+
+
+def test_repeated_courses_run_side_by_side_with_one_thread_each(tmp_path, capsys):
+    meet = ("import os, sys, time, pathlib; here = pathlib.Path(sys.argv[1]); "
+            "assert os.environ['OMP_NUM_THREADS'] == '1'; (here / 'here').touch()\n"
+            "while len(list(here.parent.glob('*/here'))) < 2: time.sleep(0.01)")
+    rlhf.work_together(mini_commands(tmp_path, meet, meet), 2, rlhf.StopRequest())
+    assert "seed-1 is finished" in capsys.readouterr().out, "each waited for the other"
+
+
+def test_a_course_that_fails_is_one_line_with_its_own_last_words(tmp_path):
+    commands = mini_commands(tmp_path, "import sys; print('x'); sys.exit('error: no such thing')",
+                             "import time; time.sleep(60)")
+    begin = time.monotonic()
+    with pytest.raises(CourseError, match="seed-0 did not finish: error: no such thing"):
+        rlhf.work_together(commands, 2, rlhf.StopRequest())
+    assert time.monotonic() - begin < 20, "the other course is ended too"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows can't hand a signal on")
+def test_a_stop_reaches_every_course_once_and_they_save(tmp_path):
+    """A child that got a second signal would die at once; this one counts them."""
+    program = ("import pathlib, signal, sys, time; here = pathlib.Path(sys.argv[1]); seen = []\n"
+               "signal.signal(signal.SIGTERM, lambda *_: seen.append(1)); "
+               "(here / 'ready').touch()\n"
+               "while not seen: time.sleep(0.01)\n"
+               "time.sleep(0.2); (here / 'saved').write_text(str(len(seen))); sys.exit(143)")
+    commands, stop = mini_commands(tmp_path, program, program, program), rlhf.StopRequest()
+
+    def ask():
+        while len(list(tmp_path.rglob("ready"))) < 2:
+            time.sleep(0.01)
+        stop.requested = signal.SIGTERM
+    asker = threading.Thread(target=ask)
+    asker.start()
+    with pytest.raises(rlhf.Stopped) as stopped:
+        rlhf.work_together(commands, 2, stop)
+    asker.join()
+    assert stopped.value.number == signal.SIGTERM
+    assert [p.read_text() for p in tmp_path.rglob("saved")] == ["1", "1"], "the third never began"
+
+
+def test_the_lesson_without_its_runs_is_one_line_that_names_the_command(mini_copy, mini_two,
+                                                                        monkeypatch):
+    folder = mini_copy("base", "sft", "reward", "ppo", "evaluate", "probes")
+    told = mini_refusal("--phase", "lesson", "--out", folder)
+    assert f"--phase all --corpus v2 --model tiny --out {folder}-v2" in told
+    first, second = mini_two
+    told = mini_refusal("--phase", "lesson", "--out", second)
+    assert "the folder of the v1 run" in told
+    shutil.rmtree(second / "probes")
+    assert "--phase all --corpus v2" in mini_refusal("--phase", "lesson", "--out", first)
+    shutil.rmtree(first / "evaluation")
+    assert "--phase evaluate" in mini_refusal("--phase", "lesson", "--out", first)
+
+
+@pytest.mark.parametrize("change, named", [
+    (lambda record: record["config"].update(reward_lr=1e-4), "reward_lr is 0.0001"),
+    (lambda record: record["config"].update(seed=50), "seed is 50"),
+    (lambda record: record.update(corpus="v1"), "corpus is 'v1'")])
+def test_runs_that_differ_in_more_than_the_corpus_are_not_compared(mini_two, change, named):
+    folder, second = mini_two
+    mini_change(second / "run.json", change)
+    told = mini_refusal("--phase", "lesson", "--out", folder)
+    assert named in told and "the corpus alone may differ" in told or "never mixed" in told
+
+
+def test_other_code_or_threads_are_said_in_the_lesson(mini_pair, mini_two):
+    assert mini_json(mini_pair.v1 / "lesson" / "lesson.json")["caveats"] == []
+    folder, second = mini_two
+    mini_change(second / "ppo" / "done.json", lambda done: done["identity"].update(code="old"))
+    mini_change(second / "run.json", lambda r: r["phases"]["sft"]["environment"].update(threads=9))
+    told = rlhf.lesson_caveats(mini_run(folder), rlhf.lesson_partner(mini_run(folder)))
+    assert told == ["ppo of the two runs: not the same version of the code",
+                    "sft of the two runs: not the same machine, torch or number of threads"]
+
+
+def test_runs_on_two_bases_are_not_compared(mini_two):
+    folder, second = mini_two
+    mini_change(second / "base" / "done.json", lambda done: done.update(weights_sha256="0" * 64))
+    assert f"base is {'0' * 64!r}" in mini_refusal("--phase", "lesson", "--out", folder)
+
+
+def test_a_branch_of_another_judge_or_config_is_refused(mini_two):
+    run = mini_run(mini_two[0])
+    folder = run.folder / "repeats" / "ppo-1-kl-0"
+    again = lambda: rlhf.branch(run, "ppo-1-kl-0", ("base", "sft", "reward"), ppo_iterations=1,
+                                kl_coef=0.0)
+    assert again().done("ppo")
+    mini_change(folder / "run.json", lambda record: record["config"].update(ppo_actor_lr=0.5))
+    with pytest.raises(CourseError, match="was made with ppo_actor_lr = 0.5, .* delete it"):
+        again()
+    mini_change(folder / "reward" / "done.json", lambda done: done.update(note="another time"))
+    with pytest.raises(CourseError, match="made from another reward .* delete it"):
+        again()
+
+
+@pytest.mark.parametrize("part, phase", [("reward", "ppo"), ("sft", "ppo"), ("probes", "probes"),
+                                         ("ppo", "evaluate")])
+def test_finished_phases_of_the_two_revisions_are_never_mixed(mini_pair, tmp_path, part, phase):
+    """A folder copied from one revision's run into the other's is whole, and still refused."""
+    folder = tmp_path / "run-v2"
+    mini_clone(mini_pair.v2, folder)
+    shutil.rmtree(folder / part)
+    shutil.copytree(mini_pair.v1 / part, folder / part)
+    if phase != part and (folder / phase).exists():
+        shutil.rmtree(folder / phase)
+    shutil.rmtree(folder / "evaluation")
+    told = mini_refusal("--phase", phase, "--out", folder)
+    assert "corpus v1" in told and "never mixed" in told and str(folder / part) in told
+
+
+def test_a_state_of_one_revision_does_not_go_on_in_the_other(mini_pair, tmp_path):
+    folder = tmp_path / "run-v2"
+    mini_clone(mini_pair.v2, folder)
+    shutil.rmtree(folder / "ppo")
+    shutil.rmtree(folder / "evaluation")
+    (folder / "ppo").mkdir()
+    shutil.copy(mini_pair.v1 / "ppo" / "state.pt.gz", folder / "ppo")
+    told = mini_refusal("--phase", "ppo", "--out", folder)
+    assert "belongs to another run" in told and "corpus v1: train/prompts.jsonl" in told
+
+
+def test_answers_of_one_revision_are_not_taken_for_the_other_s(mini_two, monkeypatch):
+    """An evaluation that was stopped leaves answers without done.json: here those of v1 lie in a v2
+    folder under v2's name, and are asked for anew."""
+    asked = []
+
+    def generate(role, prompts, *rest, **labels):
+        asked.extend(prompts)
+        raise CourseError("anew")
+    _, folder = mini_two
+    (folder / "evaluation" / "done.json").unlink()
+    monkeypatch.setattr(rlhf, "generate", generate)
+    assert "anew" in mini_refusal("--phase", "evaluate", "--out", folder)
+    assert asked
+
+
+def test_a_repeated_course_ends_with_the_first_phase_that_fails(monkeypatch):
+    called = []
+    def main(argv):
+        called.append(argv)
+        return 143 if argv[1] == "reward" else 0
+    monkeypatch.setattr(rlhf, "main", main)
+    assert rlhf.repeat_course("DIR", "cpu") == 143
+    assert called == [["--phase", phase, "--out", "DIR", "--device", "cpu"]
+                      for phase in ("sft", "reward")]
+    monkeypatch.setattr(rlhf, "main", lambda argv: called.append(argv) or 0)
+    assert rlhf.repeat_course("DIR", "cpu") == 0
+    assert [argv[1] for argv in called[2:]] == ["sft", "reward", "ppo", "evaluate", "probes"]
+
+
+def test_longer_ppo_can_open_nothing_held_out_of_the_run_it_came_from(mini_pair):
+    run = mini_run(mini_pair.v1)
+    branch = rlhf.branch(run, "ppo-1-kl-0", ("base", "sft", "reward"), ppo_iterations=1,
+                         kl_coef=0.0)
+    with rlhf.held_out_guard(branch, "ppo"):
+        for path in ("evaluation/results.json", "lesson/best_of_n.jsonl", "lesson/lesson.json",
+                     "probes/results.json"):
+            with pytest.raises(SeparationError):
+                open(mini_pair.v1 / path)
+        assert (branch.folder / "sft" / "history.json").read_bytes()
 
 
 # ==================================================================================================
