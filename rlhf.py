@@ -3593,7 +3593,7 @@ def work_together(commands: dict[Path, list[str]], workers: int, stop: StopReque
                     told = next((line for line in reversed(log) if line.strip()), "it said nothing")
                     raise CourseError(f"{folder} did not finish: {told}")
                 progress.line(len(commands) - len(waiting) - len(running),
-                              f"{folder.parent.parent.name} {folder.name} is finished ")
+                              {"finished": f"{folder.parent.parent.name} {folder.name}"})
     finally:
         for process in running.values():
             process.terminate()
