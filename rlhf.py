@@ -3179,7 +3179,7 @@ def write_report(run: Run, data: dict) -> None:
 # the design of the pair (section 4): with note 0 a hedged answer always beats an over-certain one,
 # with note 2 a polite one a plain one. Whoever learns these five rules is right on all 180 pairs
 # without a look at the trouble; whether the advice fits it never has to be known. A random split
-# keeps such a fault on both sides, and no larger test set would find it. Two lines do:
+# keeps such a fault on both sides; a larger test set of the same making would too. Two lines find it:
 #
 #     lazy_judge(train_pairs, test_pairs)          what is the best score without the context?
 #     score(prompt, right) > score(prompt, wrong)  in one style: does it read the context at all?
@@ -3810,6 +3810,8 @@ def run_phase(run: Run, phase: str) -> None:
         return say(f"{phase}: done already" + ("" if same else ", by another version of the code"))
     for earlier in PHASE_NEEDS.get(phase, ()):
         run.done(earlier)
+    if phase == "lesson":       # what it refuses leaves no trace in run.json
+        lesson_partner(run)
     if phase in EXPECTED:
         duration, memory, disk = EXPECTED[phase][run.model == "qwen"]
         say(f"{phase}: expect about {duration}, {memory} of memory, {disk} on disk (two CPU cores)")
