@@ -3179,7 +3179,8 @@ def write_report(run: Run, data: dict) -> None:
 # the design of the pair (section 4): with note 0 a hedged answer always beats an over-certain one,
 # with note 2 a polite one a plain one. Whoever learns these five rules is right on all 180 pairs
 # without a look at the trouble; whether the advice fits it never has to be known. A random split
-# keeps such a fault on both sides; a larger test set of the same making would too. Two lines find it:
+# keeps such a fault on both sides, and a larger test set of this making would have it too. Two
+# lines show it:
 #
 #     lazy_judge(train_pairs, test_pairs)          what is the best score without the context?
 #     score(prompt, right) > score(prompt, wrong)  in one style: does it read the context at all?
