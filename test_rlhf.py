@@ -4910,6 +4910,9 @@ def mini_pair(mini_course, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rlhf, "code_identity", mini_code)
         patch.setattr(rlhf, "LEASHES", (0.0,))      # a second one would only take its time again
+        rows = rlhf.Run.rows                        # and so would more than every fifth prompt
+        patch.setattr(rlhf.Run, "rows", lambda run, path: rows(run, path)[
+            ::5 if path in ("validation/preferences.jsonl", "test/prompts.jsonl") else 1])
         status, out, err = mini_main("--phase", "lesson", "--out", home / "run", lesson_samples=2,
                                      lesson_iterations=1)
     assert status == 0, out + err
@@ -4995,11 +4998,11 @@ def test_best_of_n_of_a_judge_whose_answer_is_known():
 def test_best_of_n_in_a_run_follows_from_its_samples(mini_pair):
     run = mini_run(mini_pair.v1)
     rows = mini_lines(mini_pair.v1 / "lesson" / "best_of_n.jsonl")
-    prompts = {r["id"]: r for r in mini_lines(HERE / "data" / "test" / "prompts.jsonl")}
+    prompts = {r["id"]: r for r in mini_lines(HERE / "data" / "test" / "prompts.jsonl")[::5]}
     assert [row["id"] for row in rows] == list(prompts)
     assert all(len(row["samples"]) == 2 and row["corpus"] == "v1" for row in rows)
     judge = run.judge(run.settings("probes"))
-    for row in rows[::61]:
+    for row in rows[::11]:
         prompt = run.tokens.prompt(prompts[row["id"]]["prompt"])
         for sample in row["samples"]:
             if sample["reason"] == "no_eos":
@@ -5042,18 +5045,18 @@ def test_longer_ppo_starts_at_the_reference_and_is_watched_on_validation_prompts
             for phase in ("base", "sft", "reward"):
                 assert mini_json(branch / phase / "done.json") == \
                     mini_json(folder / phase / "done.json"), "it starts from the run's own roles"
-    # The first look is at SFT's own samples: replayed here for one prompt.
+    # The first look is at SFT's own samples.
     run, rows = mini_run(mini_pair.v1), rlhf.read_jsonl(
-        HERE / "data" / "validation" / "preferences.jsonl")
-    uniforms = torch.rand(180, 24, generator=torch.Generator().manual_seed(49 + 300))
+        HERE / "data" / "validation" / "preferences.jsonl")[::5]
+    uniforms = torch.rand(36, 24, generator=torch.Generator().manual_seed(49 + 300))
     actor, judge = run.role("actor", run.settings("probes"), "sft"), run.judge(
         run.settings("probes"))
     prompts = [run.tokens.prompt(row["prompt"]) for row in rows]
     answers = rlhf.generate(actor, prompts, 24, uniforms)
     scores = [mini_value(judge, p + a.ids) for p, a in zip(prompts, answers)]
-    assert looks["v1"]["0"][0]["score"] == pytest.approx(sum(scores) / 180, abs=1e-4)
+    assert looks["v1"]["0"][0]["score"] == pytest.approx(sum(scores) / 36, abs=1e-4)
     assert looks["v1"]["0"][0]["tokens"] == pytest.approx(
-        sum(len(a.ids) for a in answers) / 180, abs=1e-9)
+        sum(len(a.ids) for a in answers) / 36, abs=1e-9)
 
 
 def test_a_second_lesson_repeats_nothing_and_may_be_asked_for_more(mini_two, monkeypatch):
