@@ -5386,6 +5386,9 @@ def mini_made_v2(source, folder):
             name: mini_digest(path.parent / name) for name in done["files"]}))
 
 
+mini_code = functools.cache(rlhf.code_identity)     # parsing both files takes most of a short call
+
+
 @pytest.fixture(scope="session")
 def mini_pair(mini_course, tmp_path_factory):
     """A finished run on each revision, on one base, and the lesson about them. Read only."""
@@ -5393,7 +5396,11 @@ def mini_pair(mini_course, tmp_path_factory):
     mini_clone(mini_course.folder, home / "run")
     mini_made_v2(home / "run", home / "run-v2")
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rlhf, "code_identity", mini_code)
         patch.setattr(rlhf, "LEASHES", (0.0,))      # a second one would only take its time again
+        rows = rlhf.Run.rows                        # and so would more than every fifth prompt
+        patch.setattr(rlhf.Run, "rows", lambda run, path: rows(run, path)[
+            ::5 if path in ("validation/preferences.jsonl", "test/prompts.jsonl") else 1])
         status, out, err = mini_main("--phase", "lesson", "--out", home / "run", lesson_samples=2,
                                      lesson_iterations=1)
     assert status == 0, out + err
@@ -5404,6 +5411,7 @@ def mini_pair(mini_course, tmp_path_factory):
 def mini_two(mini_pair, tmp_path, monkeypatch):
     """Copies of both runs, so that a test may change them."""
     monkeypatch.setattr(rlhf, "LEASHES", (0.0,))
+    monkeypatch.setattr(rlhf, "code_identity", mini_code)
     for name, folder in (("run", mini_pair.v1), ("run-v2", mini_pair.v2)):
         mini_clone(folder, tmp_path / name)
     return tmp_path / "run", tmp_path / "run-v2"
@@ -5478,11 +5486,11 @@ def test_best_of_n_of_a_judge_whose_answer_is_known():
 def test_best_of_n_in_a_run_follows_from_its_samples(mini_pair):
     run = mini_run(mini_pair.v1)
     rows = mini_lines(mini_pair.v1 / "lesson" / "best_of_n.jsonl")
-    prompts = {r["id"]: r for r in mini_lines(HERE / "data" / "test" / "prompts.jsonl")}
+    prompts = {r["id"]: r for r in mini_lines(HERE / "data" / "test" / "prompts.jsonl")[::5]}
     assert [row["id"] for row in rows] == list(prompts)
     assert all(len(row["samples"]) == 2 and row["corpus"] == "v1" for row in rows)
     judge = run.judge(run.settings("probes"))
-    for row in rows[::61]:
+    for row in rows[::11]:
         prompt = run.tokens.prompt(prompts[row["id"]]["prompt"])
         for sample in row["samples"]:
             if sample["reason"] == "no_eos":
@@ -5525,18 +5533,18 @@ def test_longer_ppo_starts_at_the_reference_and_is_watched_on_validation_prompts
             for phase in ("base", "sft", "reward"):
                 assert mini_json(branch / phase / "done.json") == \
                     mini_json(folder / phase / "done.json"), "it starts from the run's own roles"
-    # The first look is at SFT's own samples: replayed here for one prompt.
+    # The first look is at SFT's own samples.
     run, rows = mini_run(mini_pair.v1), rlhf.read_jsonl(
-        HERE / "data" / "validation" / "preferences.jsonl")
-    uniforms = torch.rand(180, 24, generator=torch.Generator().manual_seed(49 + 300))
+        HERE / "data" / "validation" / "preferences.jsonl")[::5]
+    uniforms = torch.rand(36, 24, generator=torch.Generator().manual_seed(49 + 300))
     actor, judge = run.role("actor", run.settings("probes"), "sft"), run.judge(
         run.settings("probes"))
     prompts = [run.tokens.prompt(row["prompt"]) for row in rows]
     answers = rlhf.generate(actor, prompts, 24, uniforms)
     scores = [mini_value(judge, p + a.ids) for p, a in zip(prompts, answers)]
-    assert looks["v1"]["0"][0]["score"] == pytest.approx(sum(scores) / 180, abs=1e-4)
+    assert looks["v1"]["0"][0]["score"] == pytest.approx(sum(scores) / 36, abs=1e-4)
     assert looks["v1"]["0"][0]["tokens"] == pytest.approx(
-        sum(len(a.ids) for a in answers) / 180, abs=1e-9)
+        sum(len(a.ids) for a in answers) / 36, abs=1e-9)
 
 
 def test_a_second_lesson_repeats_nothing_and_may_be_asked_for_more(mini_two, monkeypatch):
@@ -5639,11 +5647,11 @@ def test_a_stop_reaches_every_course_once_and_they_save(tmp_path):
     assert [p.read_text() for p in tmp_path.rglob("saved")] == ["1", "1"], "the third never began"
 
 
-def test_the_lesson_without_its_runs_is_one_line_that_names_the_command(mini_copy, mini_two,
-                                                                        monkeypatch):
+def test_the_lesson_without_its_runs_is_one_line_that_names_the_command(mini_copy, mini_two):
     folder = mini_copy("base", "sft", "reward", "ppo", "evaluate", "probes")
     told = mini_refusal("--phase", "lesson", "--out", folder)
     assert f"--phase all --corpus v2 --model tiny --out {folder}-v2" in told
+    assert "lesson" not in mini_json(folder / "run.json")["phases"]
     first, second = mini_two
     told = mini_refusal("--phase", "lesson", "--out", second)
     assert "the folder of the v1 run" in told
@@ -5696,12 +5704,11 @@ def test_a_branch_of_another_judge_or_config_is_refused(mini_two):
 
 @pytest.mark.parametrize("part, phase", [("reward", "ppo"), ("sft", "ppo"), ("probes", "probes"),
                                          ("ppo", "evaluate")])
-def test_finished_phases_of_the_two_revisions_are_never_mixed(mini_pair, tmp_path, part, phase):
+def test_finished_phases_of_the_two_revisions_are_never_mixed(mini_two, part, phase):
     """A folder copied from one revision's run into the other's is whole, and still refused."""
-    folder = tmp_path / "run-v2"
-    mini_clone(mini_pair.v2, folder)
+    other, folder = mini_two
     shutil.rmtree(folder / part)
-    shutil.copytree(mini_pair.v1 / part, folder / part)
+    shutil.copytree(other / part, folder / part)
     if phase != part and (folder / phase).exists():
         shutil.rmtree(folder / phase)
     shutil.rmtree(folder / "evaluation")
@@ -5709,13 +5716,12 @@ def test_finished_phases_of_the_two_revisions_are_never_mixed(mini_pair, tmp_pat
     assert "corpus v1" in told and "never mixed" in told and str(folder / part) in told
 
 
-def test_a_state_of_one_revision_does_not_go_on_in_the_other(mini_pair, tmp_path):
-    folder = tmp_path / "run-v2"
-    mini_clone(mini_pair.v2, folder)
+def test_a_state_of_one_revision_does_not_go_on_in_the_other(mini_two):
+    other, folder = mini_two
     shutil.rmtree(folder / "ppo")
     shutil.rmtree(folder / "evaluation")
     (folder / "ppo").mkdir()
-    shutil.copy(mini_pair.v1 / "ppo" / "state.pt.gz", folder / "ppo")
+    shutil.copy(other / "ppo" / "state.pt.gz", folder / "ppo")
     told = mini_refusal("--phase", "ppo", "--out", folder)
     assert "belongs to another run" in told and "corpus v1: train/prompts.jsonl" in told
 
