@@ -1732,22 +1732,24 @@ class StopRequest:
 
 
 def code_identity() -> str:
-    """Digest of both files' syntax trees without docstrings: comments and prose do not count.
+    """Digest of both files' syntax trees without docstrings: comments and prose do not count."""
+    sources = [(HERE / name).read_text(encoding="utf-8") for name in ("rlhf.py", "qwen.py")]
+    return sha256_bytes("".join(map(syntax, sources)).encode())
 
-    Empty fields are dropped, since Python versions differ in whether they dump them.
-    """
-    digest = hashlib.sha256()
-    for name in ("rlhf.py", "qwen.py"):
-        tree = ast.parse((HERE / name).read_text(encoding="utf-8"))
-        for node in list(ast.walk(tree)):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) \
-                    and ast.get_docstring(node, clean=False) is not None:
-                node.body = node.body[1:]
-            for key, value in list(ast.iter_fields(node)):
-                if value is None or value == []:
-                    delattr(node, key)
-        digest.update(ast.dump(tree).encode())
-    return digest.hexdigest()
+
+@functools.cache
+def syntax(source: str) -> str:
+    """A dump of the source's tree without docstrings. Empty fields are dropped too, since Python
+    versions differ in whether they dump them."""
+    tree = ast.parse(source)
+    for node in list(ast.walk(tree)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) \
+                and ast.get_docstring(node, clean=False) is not None:
+            node.body = node.body[1:]
+        for key, value in list(ast.iter_fields(node)):
+            if value is None or value == []:
+                delattr(node, key)
+    return ast.dump(tree)
 
 
 WRITTEN = {".json", ".jsonl", ".gz", ".safetensors", ".html"}

@@ -5386,9 +5386,6 @@ def mini_made_v2(source, folder):
             name: mini_digest(path.parent / name) for name in done["files"]}))
 
 
-mini_code = functools.cache(rlhf.code_identity)     # parsing both files takes most of a short call
-
-
 @pytest.fixture(scope="session")
 def mini_pair(mini_course, tmp_path_factory):
     """A finished run on each revision, on one base, and the lesson about them. Read only."""
@@ -5396,7 +5393,6 @@ def mini_pair(mini_course, tmp_path_factory):
     mini_clone(mini_course.folder, home / "run")
     mini_made_v2(home / "run", home / "run-v2")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rlhf, "code_identity", mini_code)
         patch.setattr(rlhf, "LEASHES", (0.0,))      # a second one would only take its time again
         rows = rlhf.Run.rows                        # and so would more than every fifth prompt
         patch.setattr(rlhf.Run, "rows", lambda run, path: rows(run, path)[
@@ -5411,7 +5407,6 @@ def mini_pair(mini_course, tmp_path_factory):
 def mini_two(mini_pair, tmp_path, monkeypatch):
     """Copies of both runs, so that a test may change them."""
     monkeypatch.setattr(rlhf, "LEASHES", (0.0,))
-    monkeypatch.setattr(rlhf, "code_identity", mini_code)
     for name, folder in (("run", mini_pair.v1), ("run-v2", mini_pair.v2)):
         mini_clone(folder, tmp_path / name)
     return tmp_path / "run", tmp_path / "run-v2"
