@@ -1222,11 +1222,6 @@ class OutputColumns:
         rows = linear(hidden.reshape(-1, hidden.shape[-1]), self.weight)             # [N, L]
         return rows.view(*hidden.shape[:-1], -1).float()
 
-    def embedding(self, ids: Tensor) -> Tensor:
-        """[N] -> [N, H], row of the output embedding; zero for a dead column."""
-        slot = self.slot[ids]
-        return torch.where((slot >= 0).unsqueeze(-1), self.weight[slot.clamp(min=0)], 0)
-
     def log_normalizer(self, logits: Tensor) -> Tensor:
         total = logits.logsumexp(-1)                                                 # [...]
         return torch.logaddexp(total, total.new_tensor(math.log(self.dead))) if self.dead else total
@@ -1236,6 +1231,13 @@ class OutputColumns:
         slot = self.slot[ids]
         chosen = logits.gather(-1, slot.clamp(min=0).unsqueeze(-1)).squeeze(-1)
         return torch.where(slot >= 0, chosen, 0.0) - self.log_normalizer(logits)
+
+    def logprobs_slope(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """d logp(ids) / d logits = one-hot - softmax, FP32 [N, L], written over the logits."""
+        slot = self.slot[ids]
+        slope = logits.sub_(self.log_normalizer(logits).unsqueeze(-1)).exp_().neg_()
+        slope[torch.arange(len(slot), device=slot.device), slot.clamp(min=0)] += (slot >= 0).float()
+        return slope
 
     def score(self, hidden: Tensor, ids: Tensor) -> Tensor:
         """[N, H] and [N] -> FP32 [N] log-probabilities, differentiable in hidden."""
@@ -1280,9 +1282,10 @@ class TokenLogprobs(torch.autograd.Function):
     Each row ends in one number, so its whole gradient is known, up to one factor, while the logits
     are at hand: with p the softmax and W the output embedding,
 
-        d logp(id) / d hidden = W[id] - sum over v of p(v) W[v]                      [H]
+        d logp(id) / d hidden = sum over v of (1[v = id] - p(v)) W[v]                [H]
 
-    and only that is kept for the backward pass.
+    and only that is kept for the backward pass. (As W[id] minus a rounded sum it would be noise
+    where p(id) is near 1: the difference has to be taken before anything is rounded to BF16.)
     """
 
     @staticmethod
@@ -1293,10 +1296,10 @@ class TokenLogprobs(torch.autograd.Function):
             for block in row_blocks(*logits.shape):
                 exact = logits[block].float()
                 logp.append(output.logprobs(exact, i[block]))
-                if ctx.needs_input_grad[0]:        # the logits' place now serves p
-                    logits[block] = exact.sub_(output.log_normalizer(exact)[:, None]).exp_()
+                if ctx.needs_input_grad[0]:
+                    logits[block] = output.logprobs_slope(exact, i[block])
             if ctx.needs_input_grad[0]:
-                slopes.append(output.embedding(i) - logits @ output.weight)          # [n, H]
+                slopes.append(logits @ output.weight)                                # [n, H]
         ctx.save_for_backward(torch.cat(slopes) if slopes else None)
         return torch.cat(logp)
 

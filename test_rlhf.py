@@ -2328,6 +2328,25 @@ def test_the_compact_softmax_is_the_plain_one(pattern):
                                               .flatten()).view(5, 10))
 
 
+def test_in_bf16_the_gradient_of_a_nearly_certain_token_is_no_rounding_noise():
+    """Its true size is 1 - p of an embedding; a sum rounded before the difference would drown it."""
+    generator = torch.Generator().manual_seed(3)
+    model = Qwen2(dataclasses.replace(toy_config(vocab=60, layers=0), hidden_size=64)).bfloat16()
+    with torch.no_grad():
+        model.model.embed_tokens.weight.copy_(torch.randn(60, 64, generator=generator))
+    table = model.model.embed_tokens.weight.detach()
+    columns, ids = rlhf.OutputColumns(model), torch.arange(20)
+    hidden = (table[ids].float() * 0.2).bfloat16().requires_grad_()
+    columns.score(hidden, ids).sum().backward()
+    exact = hidden.detach().double().requires_grad_()
+    logp = (exact @ table.double().T).log_softmax(-1).gather(1, ids[:, None])[:, 0]
+    logp.sum().backward()
+    certain = logp.detach() > -0.003
+    assert certain.sum() >= 5
+    error = (hidden.grad.double() - exact.grad).norm(dim=1) / exact.grad.norm(dim=1)
+    assert (error[certain] < 0.15).all(), error[certain]
+
+
 @pytest.mark.parametrize("pattern", ["all", "few"])
 @pytest.mark.parametrize("rows", [3, 300])
 def test_scores_and_their_gradient_are_the_plain_ones(monkeypatch, pattern, rows):
