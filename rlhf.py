@@ -3595,7 +3595,10 @@ def work_together(commands: dict[Path, list[str]], workers: int, stop: StopReque
                         env={**os.environ, **threads})
             time.sleep(0.1)
             for folder in [f for f, process in running.items() if process.poll() is not None]:
-                if running.pop(folder).returncode:
+                failed = running.pop(folder).returncode
+                if failed and stop.requested:       # whoever asked us asked the children too
+                    break
+                if failed:
                     log = (folder / "course.log").read_text("utf-8", "replace").split("\n")
                     told = next((line for line in reversed(log) if line.strip()), "it said nothing")
                     raise CourseError(f"{folder} did not finish: {told}")

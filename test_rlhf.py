@@ -5661,6 +5661,16 @@ def test_a_stop_reaches_every_course_once_and_they_save(tmp_path):
     assert [p.read_text() for p in tmp_path.rglob("saved")] == ["1", "1"], "the third never began"
 
 
+def test_a_course_that_was_stopped_together_with_the_lesson_has_not_failed(tmp_path):
+    class Together(rlhf.StopRequest):
+        requested = property(lambda self: signal.SIGTERM if list(tmp_path.rglob("gone")) else 0,
+                             lambda self, value: None)
+    commands = mini_commands(tmp_path, "import pathlib, sys; "
+                             "(pathlib.Path(sys.argv[1]) / 'gone').touch(); sys.exit(143)")
+    with pytest.raises(rlhf.Stopped):
+        rlhf.work_together(commands, 1, Together())
+
+
 def test_the_lesson_without_its_runs_is_one_line_that_names_the_command(mini_copy, mini_two):
     folder = mini_copy("base", "sft", "reward", "ppo", "evaluate", "probes")
     told = mini_refusal("--phase", "lesson", "--out", folder)
