@@ -89,7 +89,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
     # glibc hands large blocks back to the kernel at once, and a pass asks for thousands: fetching
-    # the pages again took half of its time. 32 MB: M_MMAP_THRESHOLD; 2 GB: M_TRIM_THRESHOLD.
+    # the pages again is dear. -3 and -1: M_MMAP_THRESHOLD 32 MB, M_TRIM_THRESHOLD 2 GB.
     ctypes.CDLL(None).mallopt(-3, 32 << 20)
     ctypes.CDLL(None).mallopt(-1, 2**31 - 1)
 

@@ -2329,7 +2329,7 @@ def test_the_compact_softmax_is_the_plain_one(pattern):
 
 
 def test_in_bf16_the_gradient_of_a_nearly_certain_token_is_no_rounding_noise():
-    """Its true size is 1 - p of an embedding; a sum rounded before the difference would drown it."""
+    """Its true size is 1 - p of an embedding; a sum rounded before the difference drowns it."""
     generator = torch.Generator().manual_seed(3)
     model = Qwen2(dataclasses.replace(toy_config(vocab=60, layers=0), hidden_size=64)).bfloat16()
     with torch.no_grad():
