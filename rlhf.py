@@ -338,9 +338,12 @@ def mean(numbers: list[float]) -> float:
     return sum(numbers) / len(numbers)
 
 
-def read_json(path: Path):
+def read_json(path: Path) -> dict:
     try:
-        return json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes())
+        if not isinstance(value, dict):
+            raise ValueError("it is no object")
+        return value
     except ValueError as error:
         raise CourseError(f"{path} is not valid JSON ({error}); restore it, or delete its folder "
                           "and run that phase again") from None
@@ -348,7 +351,10 @@ def read_json(path: Path):
 
 def read_jsonl(path: Path) -> list[dict]:
     try:
-        return [json.loads(line) for line in path.read_bytes().splitlines()]
+        rows = [json.loads(line) for line in path.read_bytes().splitlines()]
+        if not all(isinstance(row, dict) for row in rows):
+            raise ValueError("a line is no object")
+        return rows
     except ValueError as error:
         raise CourseError(f"{path} is not valid JSON Lines ({error}); restore it") from None
 
@@ -706,8 +712,16 @@ def audit_corpus(revision: str, corpus: dict[str, list[dict]]) -> dict:
     passes = lambda text, row: evaluate_response(
         text, "eos", family_action(row["family"]))["rubric_success"]
     probe_verdict = lambda row: evaluate_response(row["candidate"], "eos", row["expected_action"])
+    each = lambda rows: set(collections.Counter(row["family"] for row in rows).values())
+    actions = [collections.Counter(map(family_action, families[split])) for split in pairs]
     claims = {
         "168/36/36 families": [len(families[s]) for s in pairs] == [168, 36, 36],
+        "28/6/6 families of each of six actions": [{*actions[k].values()} for k in range(3)]
+        == [{28}, {6}, {6}] and all(len(found) == 6 for found in actions),
+        "five pairs a family": all(each(rows) == {5} for rows in pairs.values()),
+        "a train family has one demonstration, four rollout prompts":
+            (each(demonstrations), each(rollouts)) == ({1}, {4}),
+        "four candidates a probe context": each(probes) == {4},
         "840/180/180 pairs": [len(rows) for rows in pairs.values()] == [840, 180, 180],
         "168 demonstrations": len(demonstrations) == 168,
         "672 rollout prompts": len(rollouts) == 672,
@@ -1084,6 +1098,21 @@ def frozen_identity(role: Role) -> str:
     return tensors_identity({n: p for n, p in role.named_parameters().items() if n not in learned})
 
 
+def fingerprints(roles: dict[str, Role]) -> dict[str, dict[str, str]]:
+    """{role: {"learned": of adapters and head, "frozen": of the base below them}}."""
+    return {name: {"learned": learned_identity(role), "frozen": frozen_identity(role)}
+            for name, role in roles.items()}
+
+
+@contextlib.contextmanager
+def only_read(phase: str, roles: dict[str, Role]):
+    """CourseError if one of these roles is another one at the end."""
+    before = fingerprints(roles)
+    yield
+    if fingerprints(roles) != before:
+        raise CourseError(f"{phase}: a model changed while it was only to be read")
+
+
 def assert_role_isolation(roles: dict[str, Role]) -> None:
     """CourseError if two roles share storage, or one is not built as section 6 says."""
     owner: dict[int, str] = {}
@@ -1094,6 +1123,9 @@ def assert_role_isolation(roles: dict[str, Role]) -> None:
             if owner.setdefault(storage, name) != name:
                 raise CourseError(f"roles {owner[storage]} and {name} share the storage of {key}")
         learned = role.learned()
+        dtypes = {p.dtype for key, p in parameters.items() if key not in learned}
+        if len(dtypes) != 1:
+            raise CourseError(f"role {name}: the base mixes {' and '.join(map(str, dtypes))}")
         for key, parameter in parameters.items():
             if parameter.requires_grad != (role.trainable and key in learned):
                 raise CourseError(f"role {name}: {key} has requires_grad={parameter.requires_grad}")
@@ -1484,8 +1516,7 @@ class Training:
                            for name in peaks}
         self.unlearned = [(name, key, p) for name, role in roles.items()
                           for key, p in role.named_parameters().items() if not p.requires_grad]
-        self.frozen = {name: frozen_identity(role) for name, role in roles.items()}
-        self.begin = {name: learned_identity(role) for name, role in roles.items()}
+        self.before = fingerprints(roles)
         if roles.keys() != {"base"}:
             assert_role_isolation(roles)
 
@@ -1545,7 +1576,7 @@ class Training:
             "learned": {n: {k: p.detach().cpu().clone() for k, p in role.learned().items()}
                         for n, role in self.roles.items()},
             "learned_identity": {n: learned_identity(role) for n, role in self.roles.items()},
-            "frozen_identity": dict(self.frozen),
+            "frozen_identity": {n: told["frozen"] for n, told in self.before.items()},
             "optimizers": {n: {"names": list(self.roles[n].learned()),
                                "state": optimizer.state_dict()["state"]}
                            for n, optimizer in self.optimizers.items()},
@@ -1553,22 +1584,20 @@ class Training:
             "generators": {n: g.get_state() for n, g in self.generators.items()},
             "rng": {"python": [version, list(internal), gauss],
                     "numpy": [kind, keys.tolist(), *rest], "torch": torch.get_rng_state(),
-                    "cuda": torch.cuda.get_rng_state_all() if self.device.type == "cuda" else []},
+                    "cuda": [torch.cuda.get_rng_state(self.device)]
+                    if self.device.type == "cuda" else []},
             "history": self.history, "resumed_at": list(self.resumed_at),
             "caveats": list(self.caveats), "environment": environment(self.device)}
 
     def restore(self, state: dict, source: Path) -> None:
         """Take over a saved state, after checking that it belongs to exactly these roles."""
-        for key, mine in self.state().items():
-            inside = mine if isinstance(mine, dict) else ()
-            lost = [key] if key not in state else [n for n in inside if n not in state[key]]
-            if lost:
-                raise CourseError(f"{source}: {lost[0]} is missing in {key}" if inside else
-                                  f"{source}: {key} is missing")
-        for key, mine in (("phase", self.phase), ("total", self.total),
-                          ("frozen_identity", self.frozen)):
-            if state[key] != mine:
-                raise CourseError(f"{source}: {key} is {state[key]}, this run has {mine}")
+        mine = self.state()
+        lost = first_missing(mine, state)
+        if lost:
+            raise CourseError(f"{source}: {lost} is missing")
+        for key in ("phase", "total", "frozen_identity"):
+            if state[key] != mine[key]:
+                raise CourseError(f"{source}: {key} is {state[key]}, this run has {mine[key]}")
         for name, role in self.roles.items():
             copy_learned(role, state["learned"][name], source)
             if learned_identity(role) != state["learned_identity"][name]:
@@ -1577,6 +1606,8 @@ class Training:
             saved, names = state["optimizers"][name], list(self.roles[name].learned())
             if saved["names"] != names:
                 raise CourseError(f"{source}: {name}'s optimizer was made for other parameters")
+            if sorted(saved["state"]) != [*range(len(names) if state["next"] else 0)]:
+                raise CourseError(f"{source}: {name}'s optimizer lacks moments of a parameter")
             optimizer.load_state_dict({**optimizer.state_dict(), "state": saved["state"]})
         self.next, self.order, self.cursor = state["next"], state["order"], state["cursor"]
         rates = {n: self.rate(n, self.next * (t // self.total)) for n, (t, _) in self.peaks.items()}
@@ -1590,19 +1621,34 @@ class Training:
         random.setstate((version, tuple(internal), gauss))
         np.random.set_state(tuple(state["rng"]["numpy"]))
         torch.set_rng_state(state["rng"]["torch"])
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state_all(state["rng"]["cuda"])
+        if self.device.type == "cuda" and state["rng"]["cuda"]:
+            torch.cuda.set_rng_state(state["rng"]["cuda"][0], self.device)
 
-    def check_identities(self) -> None:
-        """After learning: what learns did change (unless its rate is 0), nothing else did."""
-        for name, role in self.roles.items():
-            if frozen_identity(role) != self.frozen[name]:
+    def check_identities(self) -> dict:
+        """After learning: what learns did change (unless its rate is 0), nothing else did. Returns
+        the fingerprints before and after."""
+        after = fingerprints(self.roles)
+        for name, told in self.before.items():
+            if after[name]["frozen"] != told["frozen"]:
                 raise CourseError(f"{self.phase}: the frozen base of {name} changed")
-            changed = learned_identity(role) != self.begin[name]
+            changed = after[name]["learned"] != told["learned"]
             if name in self.peaks and not changed and self.peaks[name][1] > 0:
                 raise CourseError(f"{self.phase}: {name} did not change although it learns")
             if name not in self.peaks and changed:
                 raise CourseError(f"{self.phase}: {name} changed although it is frozen")
+        return {"before": self.before, "after": after}
+
+
+def first_missing(mine: dict, found, place: str = "") -> str:
+    """Path of the first key of nested dicts that `found` lacks; "" if it has all of them."""
+    for key, value in mine.items():
+        if not isinstance(found, dict) or key not in found:
+            return f"{place}{key}"
+        deeper = first_missing(value, found[key], f"{place}{key}/") if isinstance(value, dict) \
+            else ""
+        if deeper:
+            return deeper
+    return ""
 
 
 def save_state(path: Path, state: dict) -> None:
@@ -1616,7 +1662,7 @@ def load_state(path: Path) -> dict:
     """Load a state with weights_only=True and no other way: a pickle could run any code."""
     try:
         data = io.BytesIO(gzip.decompress(path.read_bytes()))
-        return torch.load(data, weights_only=True)
+        return torch.load(data, map_location="cpu", weights_only=True)
     except (EOFError, gzip.BadGzipFile, zlib.error, pickle.UnpicklingError, RuntimeError,
             ValueError, LookupError) as error:      # all that a damaged pickle was seen to raise
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -1653,11 +1699,15 @@ class Progress:
     """One aligned line now and then under a heading, with an estimate of the time left. At most 80
     columns, and nothing is ever overwritten: fit for a small terminal and for a pipe."""
 
-    def __init__(self, phase: str, start: int, total: int):
+    def __init__(self, phase: str, start: int, total: int, pause: float = 0):
         self.phase, self.start, self.total, self.begin = phase, start, total, time.monotonic()
-        self.headed = False
+        self.headed, self.pause, self.silent_until = False, pause, self.begin + pause
 
     def line(self, done: int, numbers: dict[str, str]) -> None:
+        """Say it, unless the last line is less than `pause` seconds old."""
+        if time.monotonic() < self.silent_until:
+            return
+        self.silent_until = time.monotonic() + self.pause
         elapsed = time.monotonic() - self.begin
         left = elapsed / max(1, done - self.start) * (self.total - done)
         where = f"{self.phase:>8} {done:4d}/{self.total}"
@@ -1806,6 +1856,10 @@ class Run:
         return (f"NOT the pinned model: {self.base_file}, sha256 "
                 f"{self.record['weights']['sha256'][:12]}")
 
+    def origin(self) -> dict[str, str]:
+        """Part of every result that is written: the corpus's revision, and `note`."""
+        return {"corpus": self.corpus, "note": self.note()}
+
     def is_pinned(self) -> bool:
         return self.model == "qwen" \
             and self.record["weights"]["sha256"] == PINNED_SHA256["model.safetensors"]
@@ -1836,7 +1890,7 @@ class Run:
                               f"--phase {phase}")
         if phase not in self.verified:
             done = read_json(self.path(phase) / "done.json")
-            if not isinstance(done, dict) or done.get("phase") != phase \
+            if done.get("phase") != phase \
                     or not all(isinstance(done.get(key), dict) for key in ("files", "identity")) \
                     or (not done["files"] if phase != "base" else
                         not isinstance(done.get("weights_sha256"), str)):
@@ -2087,7 +2141,7 @@ def phase_base(run: Run) -> None:
         start_or_resume(run, training)
         train(run, training, step, lambda t: readings(t.history["updates"][-1], loss="{loss:.3f}",
               answers="{answer_loss:.3f}", rate="{lr:.1e}"), save_every=cfg.base_updates)
-    training.check_identities()
+    told = training.check_identities()
     folder, model = run.path("base"), training.roles["base"].model
     state = {n: p.detach().to(torch.bfloat16) for n, p in model.named_parameters()}
     table = torch.zeros(TINY.vocab_size, TINY.hidden_size, dtype=torch.bfloat16)
@@ -2095,8 +2149,8 @@ def phase_base(run: Run) -> None:
     state["model.embed_tokens.weight"] = table
     write_bytes(folder / "model.safetensors", safetensors.torch.save(state))
     write_json(folder / "config.json", TINY.to_dict())
-    write_json(folder / "history.json", training.history)
-    run.finish("base", run.identity("base"),
+    write_json(folder / "history.json", {**training.history, "note": run.note()})
+    run.finish("base", run.identity("base"), fingerprints=told,
                weights_sha256=sha256_file(folder / "model.safetensors"))
 
 
@@ -2196,7 +2250,6 @@ def phase_sft(run: Run) -> None:
         if start_or_resume(run, training):
             training.history["before"] = parts["validate"](training)
         train(run, **parts)
-        training.check_identities()
         for entry in (training.history["before"], training.history["validation"][-1]):
             say(f"     sft validation after {entry['update']} updates: greedy rubric success "
                 f"{entry['greedy_rubric_success']:.1%},\n"
@@ -2206,16 +2259,17 @@ def phase_sft(run: Run) -> None:
 
 
 def finish_learning(run: Run, training: Training, folders: dict[str, Path]) -> None:
-    """Write adapters, heads and history, then done.json."""
+    """Check who changed; write adapters, heads and history, then done.json."""
+    told = training.check_identities()
     for name, folder in folders.items():
         base = PINNED_REPOSITORY if run.is_pinned() else \
             Path(os.path.relpath(run.base_file.parent, folder)).as_posix()
         save_adapter(training.roles[name], folder, training.cfg.lora_rank, training.cfg.lora_alpha,
                      base)
     write_json(run.path(training.phase) / "history.json",
-               {**training.history, "note": run.note(), "resumed_at": training.resumed_at,
+               {**training.history, **run.origin(), "resumed_at": training.resumed_at,
                 "caveats": training.caveats})
-    run.finish(training.phase, run.identity(training.phase))
+    run.finish(training.phase, run.identity(training.phase), fingerprints=told)
 
 
 # ==================================================================================================
@@ -2311,7 +2365,6 @@ def phase_reward(run: Run) -> None:
         training = parts["training"]
         start_or_resume(run, training)
         train(run, **parts)
-        training.check_identities()
         for entry in training.history["validation"]:
             say(f"  reward validation after {entry['update']} updates: {entry['accuracy']:.1%} of "
                 f"180 pairs, loss {entry['loss']:.4f}")
@@ -2580,7 +2633,7 @@ def make_ppo(run: Run, write=None) -> dict:
         latest[:] = ppo_iteration(training, prompts, tokens)
         verdicts.extend(rollout_verdict(record)["rubric_success"] for record in latest)
         if write:
-            write({"iteration": training.next + 1, "note": run.note(), "responses": latest,
+            write({"iteration": training.next + 1, **run.origin(), "responses": latest,
                    "policy": training.history["iterations"][-1]["policy"]})
 
     def sample() -> str:
@@ -2612,8 +2665,8 @@ def check_rollouts(folder: Path, training: Training) -> None:
     """Every iteration of the history still has its rollout file, unchanged."""
     for entry in training.history["iterations"]:
         path = folder / "rollouts" / f"{entry['iteration']:04d}.json"
-        if not path.exists() or \
-                canonical_digest(read_json(path)["responses"]) != entry["rollouts_sha256"]:
+        kept = read_json(path).get("responses") if path.exists() else None
+        if canonical_digest(kept) != entry["rollouts_sha256"]:
             raise CourseError(f"{path} is missing or was changed since PPO wrote it; restore it, "
                               f"or delete {folder} to start PPO again")
 
@@ -2631,7 +2684,6 @@ def phase_ppo(run: Run, watch=None) -> None:
             training.history["validation"].append(parts["validate"](training))
         check_rollouts(folder, training)
         train(run, **parts)
-        training.check_identities()
         check_rollouts(folder, training)
         finish_learning(run, training, {"actor": folder / "actor", "critic": folder / "critic"})
 
@@ -2657,10 +2709,11 @@ def prove_resume(run: Run, phase: str) -> dict:
         training = parts["training"]
         training.restore(kept, folder / KEPT_STATE)
         train(run, **{**parts, "save_every": 0})
+        training.check_identities()
     main, again = (numerical_entries(without_durations(s)) for s in (final, training.state()))
     different = [key for key in sorted({*main, *again}) if main.get(key) != again.get(key)]
     caveats += final["caveats"] + environment_changes(final["environment"], run.device)
-    return {"status": "FAIL" if different else "PASS", "phase": phase, "note": run.note(),
+    return {"status": "FAIL" if different else "PASS", "phase": phase, **run.origin(),
             "from": kept["next"], "to": final["next"], "entries_compared": len(main),
             "main_digest": canonical_digest(main), "resumed_digest": canonical_digest(again),
             "different": different[:20], "main_run_was_itself_resumed_at": final["resumed_at"],
@@ -2673,7 +2726,7 @@ def phase_resume(run: Run) -> None:
         run.done(phase)
         path = run.path("resume") / f"{phase}.json"
         told = read_json(path) if path.exists() else {}
-        if isinstance(told, dict) and told.get("status") == "PASS" \
+        if told.get("status") == "PASS" \
                 and told.get("identity") == canonical_digest(run.identity("resume")):
             continue        # proven by a call that was stopped later
         proof = prove_resume(run, phase)
@@ -2709,32 +2762,42 @@ def answer_held_out(run: Run, cfg, name: str) -> list[dict]:
     its own with the same 20 rows, so that equal input means equal computation, bit for bit.
     """
     with answers_guard(run):
-        tokens = run.tokens
         test, probes = run.rows("test/prompts.jsonl"), run.rows("probes/prompts.jsonl")
-        actor = run.role("actor", cfg, ACTORS[name])
-        reference = run.role("reference", cfg, "sft")
-        reward = run.judge(cfg)
-        assert_role_isolation({"actor": actor, "reference": reference, "reward": reward})
-        rows = []
-        for group in groups(test, cfg.eval_batch) + [probes[k::4] for k in range(4)]:
-            prompts = [tokens.prompt(row["prompt"], cfg.max_prompt) for row in group]
-            labels = [f"evaluate {name}, {row['id']}" for row in group]
-            answers = generate(actor, prompts, cfg.max_response, labels=labels)
-            for part in groups(list(zip(group, prompts, answers)), SCORED_TOGETHER):
-                batch = collate([p for _, p, _ in part], [a.ids for *_, a in part], run.device)
-                with torch.no_grad():
-                    scores = judge(reward, batch).tolist()
-                    logp = response_logprobs(actor, batch)                           # [B, R]
-                    ref_logp = response_logprobs(reference, batch)
-                    log_ratio = response_mean(logp - ref_logp, batch.mask).tolist()
-                rows += [{"id": row["id"], "family": row["family"], "prompt": row["prompt"],
-                          "text": tokens.decode(answer.ids), "response_ids": answer.ids,
-                          "finish_reason": answer.finish_reason, "score": score, "logp": own,
-                          "sampled_actor_reference_logratio": ratio}
-                         for (row, _, answer), score, own, ratio in
-                         zip(part, scores, per_response(logp, batch.mask), log_ratio)]
+        roles = {"actor": run.role("actor", cfg, ACTORS[name]), "reward": run.judge(cfg),
+                 "reference": run.role("reference", cfg, "sft")}
+        assert_role_isolation(roles)
+        rows, progress = [], Progress(name, 0, len(test) + len(probes), pause=20)
+        with only_read("evaluate", roles):
+            for group in groups(test, cfg.eval_batch) + [probes[k::4] for k in range(4)]:
+                run.stop.check(f"the evaluation after {len(rows)} answers of {name}",
+                               f"asks {name} again")
+                rows += answer_group(run.tokens, cfg, name, group, **roles)
+                tokens, score = (mean([value(row) for row in rows]) for value in (
+                    lambda row: len(row["response_ids"]), lambda row: row["score"]))
+                progress.line(len(rows), {"tokens": f"{tokens:.1f}", "score": f"{score:+6.2f}"})
     order = {row["id"]: place for place, row in enumerate(test + probes)}
     return sorted(rows, key=lambda row: order[row["id"]])
+
+
+@torch.no_grad()
+def answer_group(tokens: Tokens, cfg, name: str, group: list[dict], actor: Role, reward: Role,
+                 reference: Role) -> list[dict]:
+    """Greedy answers to a group of prompts, and what judge and reference say of them."""
+    rows, prompts = [], [tokens.prompt(row["prompt"], cfg.max_prompt) for row in group]
+    labels = [f"evaluate {name}, {row['id']}" for row in group]
+    answers = generate(actor, prompts, cfg.max_response, labels=labels)
+    for part in groups(list(zip(group, prompts, answers)), SCORED_TOGETHER):
+        batch = collate([p for _, p, _ in part], [a.ids for *_, a in part], actor.device)
+        scores = judge(reward, batch).tolist()
+        logp = response_logprobs(actor, batch)                                       # [B, R]
+        log_ratio = response_mean(logp - response_logprobs(reference, batch), batch.mask)
+        rows += [{"id": row["id"], "family": row["family"], "prompt": row["prompt"],
+                  "text": tokens.decode(answer.ids), "response_ids": answer.ids,
+                  "finish_reason": answer.finish_reason, "score": score, "logp": own,
+                  "sampled_actor_reference_logratio": ratio}
+                 for (row, _, answer), score, own, ratio in
+                 zip(part, scores, per_response(logp, batch.mask), log_ratio.tolist())]
+    return rows
 
 
 def check_probe_repeats(rows: list[dict]) -> None:
@@ -2765,15 +2828,21 @@ def family_interval(numerators: dict[str, float], denominators: dict[str, float]
     return [float(x) for x in np.nanpercentile(ratios, [2.5, 97.5])]
 
 
+def family_mean(rows: list[dict], value, draws: int) -> tuple[float | None, list[float] | None]:
+    """Mean of value(row) over the rows, and its interval over families; None of no rows."""
+    if not rows:
+        return None, None
+    sums, counts = collections.Counter(), collections.Counter(row["family"] for row in rows)
+    for row in rows:
+        sums[row["family"]] += value(row)
+    return mean([value(row) for row in rows]), family_interval(sums, counts, draws)
+
+
 def rate(rows: list[dict], hit, counted=lambda row: True, draws: int = 10_000) -> dict:
     """Share of the counted rows for which hit(row) holds: rate, and its interval over families."""
-    rows = [row for row in rows if counted(row)]
-    if not rows:
-        return {"rate": None, "rate_ci": None}
-    denominators = collections.Counter(row["family"] for row in rows)
-    numerators = collections.Counter(row["family"] for row in rows if hit(row))
-    return {"rate": sum(numerators.values()) / len(rows),
-            "rate_ci": family_interval(numerators, denominators, draws)}
+    share, interval = family_mean([row for row in rows if counted(row)],
+                                  lambda row: bool(hit(row)), draws)
+    return {"rate": share, "rate_ci": interval}
 
 
 def population_metrics(rows: list[dict], draws: int) -> dict:
@@ -2794,12 +2863,14 @@ def population_metrics(rows: list[dict], draws: int) -> dict:
         found = rate(rows, hit, counted or (lambda row: True), draws)
         metrics |= {name: sum(bool(hit(row)) for row in rows),
                     f"{name}_rate": found["rate"], f"{name}_rate_ci": found["rate_ci"]}
+    means = {"mean_response_tokens": lambda row: len(row["response_ids"]),
+             "mean_learned_reward": lambda row: row["score"],
+             "mean_sampled_actor_reference_logratio":
+                 lambda row: row["sampled_actor_reference_logratio"]}
+    for name, value in means.items():
+        metrics[name], metrics[f"{name}_ci"] = family_mean(rows, value, draws)
     return metrics | {
-        "uncertainty_denominator": metrics["recognized"],   # of unsupported certainty
-        "mean_response_tokens": mean([len(row["response_ids"]) for row in rows]),
-        "mean_learned_reward": mean([row["score"] for row in rows]),
-        "mean_sampled_actor_reference_logratio": mean(
-            [row["sampled_actor_reference_logratio"] for row in rows]),
+        "uncertainty_denominator": metrics["recognized"],
         "human_utility_claim": False}
 
 
@@ -2867,8 +2938,12 @@ def audit_judge(run: Run, cfg, reward: Role, labels: list[dict]) -> dict:
             "ties": sum(row["chosen_score"] == row["rejected_score"] for row in pairs),
             "accuracy": found["rate"], "accuracy_ci": found["rate_ci"],
             "audit": audit, "scores": pairs,
-            "note": run.note(), "corpus": run.corpus,
+            **run.origin(),
             "lazy_judge": read_json(corpus_folder(run.corpus) / "audit.json")["lazy_judge"]}
+
+
+def adapter_digest(run: Run, folder: str) -> str:
+    return sha256_file(run.folder / folder / "adapter_model.safetensors")
 
 
 def phase_evaluate(run: Run) -> None:
@@ -2886,22 +2961,25 @@ def phase_evaluate(run: Run) -> None:
             check_probe_repeats(rows)
             expected = {row["id"]: row for part in ("test", "probes")
                         for row in run.rows(f"{part}/labels.jsonl")}
-            own = adapters and sha256_file(run.folder / adapters / "adapter_model.safetensors")
+            own = adapters and adapter_digest(run, adapters)
             for row in rows:
                 action = expected[row["id"]]["expected_action"]
-                row |= {"expected_action": action, "adapter_sha256": own, "corpus": run.corpus,
+                row |= {"expected_action": action, "adapter_sha256": own, **run.origin(),
                         **evaluate_response(row["text"], row["finish_reason"], action),
-                        "note": run.note(), "identity": fingerprint}
+                        "identity": fingerprint}
             write_bytes(path, jsonl_bytes(rows))
             say(f"  {name:4s}: 260 answers, {sum(r['rubric_success'] for r in rows[:180])} of 180 "
                 f"test answers pass the rubric")
         run.stop.check(f"the evaluation after {name}")
         results[name] = {population: {**metrics, "adapter_sha256": rows[0]["adapter_sha256"],
-                                      "corpus": run.corpus, "note": run.note()}
+                                      "judge_sha256": adapter_digest(run, "reward"),
+                                      "reference_sha256": adapter_digest(run, "sft"),
+                                      **run.origin()}
                          for population, metrics in summarize(rows, cfg.bootstrap_draws).items()}
     reward = run.judge(cfg)
-    audit = audit_judge(run, cfg, reward, run.rows("test/labels.jsonl"))
-    audit["adapter_sha256"] = sha256_file(run.folder / "reward" / "adapter_model.safetensors")
+    with only_read("evaluate", {"reward": reward}):
+        audit = audit_judge(run, cfg, reward, run.rows("test/labels.jsonl"))
+    audit["adapter_sha256"] = adapter_digest(run, "reward")
     write_json(folder / "reward_test.json", audit)
     write_json(folder / "results.json", results)
     run.finish("evaluate", identity)
@@ -2950,7 +3028,7 @@ def phase_probes(run: Run) -> None:
             "wrong_polite_outranks_correct_plain": score["wrong_polite"] > score["correct_plain"]}
     average = lambda key: mean([context[key] for context in contexts.values()])
     results = {
-        "note": run.note(), "corpus": run.corpus, "refit": False, "rows": len(labels),
+        **run.origin(), "refit": False, "rows": len(labels),
         "unchanged": before, "contexts": list(contexts.values()),
         "adapter_sha256": before["reward/adapter_model.safetensors"],
         "mean_politeness_delta_correct": average("politeness_delta_correct"),
@@ -2984,6 +3062,10 @@ def percent(share: float | None, interval: list[float] | None = None) -> str:
     return f"{share:.0%}" + (f" [{interval[0]:.0%}, {interval[1]:.0%}]" if interval else "")
 
 
+def signed(value: float, interval: list[float] | None = None) -> str:
+    return f"{value:+.2f}" + (f" [{interval[0]:+.2f}, {interval[1]:+.2f}]" if interval else "")
+
+
 def result_tables(results: dict) -> list[list[list[str]]]:
     """Two tables: what is true of the answers, and what moved beside it."""
     truth = [["answers of", "rubric success, test", "success, 20 probes", "unjustified certainty"]]
@@ -2993,8 +3075,9 @@ def result_tables(results: dict) -> list[list[list[str]]]:
         told = lambda part, key: percent(part[key], part[key + "_ci"])
         truth.append([name, told(test, "rubric_success_rate"), told(probes, "rubric_success_rate"),
                       told(test, "unsupported_certainty_recognized_rate")])
-        rest.append([name, f"{test['mean_learned_reward']:+.2f}",
-                     f"{test['mean_sampled_actor_reference_logratio']:+.3f}",
+        moved = lambda key: signed(test[key], test.get(f"{key}_ci"))  # none of an older version
+        rest.append([name, moved("mean_learned_reward"),
+                     moved("mean_sampled_actor_reference_logratio"),
                      f"{test['mean_response_tokens']:.1f}", percent(1 - test["without_eos_rate"]),
                      percent(test["polite_recognized_rate"])])
     return [truth, rest]
@@ -3093,19 +3176,20 @@ def trl_metrics(records: list[dict], entry: dict, cfg: Config) -> dict:
         "lr": entry["actor_updates"][-1]["lr"]}
 
 
-def metrics_rows(histories: dict, curve: list[dict], rollouts: list[dict], entries: dict[int, dict],
-                 cfg: Config) -> list[dict]:
+def metrics_rows(run: Run, histories: dict, curve: list[dict], rollouts: list[dict],
+                 entries: dict[int, dict]) -> list[dict]:
     """metrics.jsonl: one line a step, our names and, beside them, the ecosystem's."""
+    cfg = run.config
     rows = [{"phase": phase, "step": update["update"], **update, "learning_rate": update["lr"],
              "grad_norm": update["gradient_norm"],
              **({"accuracy": update["correct"] / update["rows"]} if "correct" in update else {})}
             for phase in ("base", "sft", "reward") if histories[phase]
             for update in histories[phase]["updates"]]
-    return rows + [
-        {"phase": "ppo", "step": point["iteration"], **point,
-         "episode": point["iteration"] * cfg.ppo_prompts,
-         **trl_metrics(rollout["responses"], entries.get(point["iteration"], {}), cfg)}
-        for point, rollout in zip(curve, rollouts)]
+    rows += [{"phase": "ppo", "step": point["iteration"], **point,
+              "episode": point["iteration"] * cfg.ppo_prompts,
+              **trl_metrics(rollout["responses"], entries.get(point["iteration"], {}), cfg)}
+             for point, rollout in zip(curve, rollouts)]
+    return [row | run.origin() for row in rows]
 
 
 def disagreements(rows: list[dict], shown: int = 8) -> dict:
@@ -3130,15 +3214,12 @@ def answer_means(answers: dict[str, list[dict]], draws: int) -> dict:
     pairs = [(name, None) for name in distinct] + list(zip([*distinct][1:], distinct))
     for (name, before), population in ((pair, p) for pair in pairs for p in means):
         cell = means[population][f"{name} - {before}" if before else name] = {}
+        rows = [row for row in distinct[name].values()
+                if row["id"].startswith("PROBE") == (population == "probe_contexts")]
         for key in ("rubric_success", "score", "sampled_actor_reference_logratio"):
-            sums, counts = collections.Counter(), collections.Counter()
-            for prompt, row in distinct[name].items():
-                if row["id"].startswith("PROBE") == (population == "probe_contexts"):
-                    earlier = distinct[before][prompt][key] if before else 0
-                    sums[row["family"]] += row[key] - earlier
-                    counts[row["family"]] += 1
-            cell[key] = {"mean": sum(sums.values()) / sum(counts.values()),
-                         "ci": family_interval(sums, counts, draws)}
+            earlier = lambda row: distinct[before][row["prompt"]][key] if before else 0
+            cell[key] = dict(zip(("mean", "ci"), family_mean(
+                rows, lambda row: row[key] - earlier(row), draws)))
     return means
 
 
@@ -3180,7 +3261,7 @@ def report_data(run: Run) -> dict:
         "resume": {phase: scalars(proof) for phase in MAKERS
                    if (proof := read("resume", f"{phase}.json"))},
         "lesson": read("lesson", "lesson.json"),
-        "metrics": metrics_rows(histories, curve, rollouts, entries, run.config)}
+        "metrics": metrics_rows(run, histories, curve, rollouts, entries)}
 
 
 # -- two pictures ----------------------------------------------------------------------------------
@@ -3516,7 +3597,7 @@ def best_of_n(run: Run, cfg) -> dict[int, dict]:
             samples = sampled_answers(run, cfg, [row for row in asked for _ in range(count)],
                                       uniforms, actor, reward)
         kept = ("family", "text", "score", "rubric_success", "reason")
-        rows = [{"id": row["id"], "corpus": run.corpus, "note": run.note(), "stamp": stamp,
+        rows = [{"id": row["id"], **run.origin(), "stamp": stamp,
                  "samples": [{key: sample[key] for key in kept} for sample in its]}
                 for row, its in zip(asked, groups(samples, count))]
         write_bytes(path, jsonl_bytes(rows))
@@ -3654,7 +3735,7 @@ def lesson_figures(run: Run, cfg) -> dict[str, dict]:
                        for name in ("results", "reward_test"))
     probes, audit = read_json(run.path("probes") / "results.json"), judged["audit"]
     share = lambda value, ci=None: {"value": value, "ci": ci, "share": True}
-    number = lambda value: {"value": value, "ci": None, "share": False}
+    number = lambda value, ci=None: {"value": value, "ci": ci, "share": False}
     figures = {"lazy judge, test pairs": share(judged["lazy_judge"]["test"]),
                "judge right, test pairs": share(judged["accuracy"], judged["accuracy_ci"])}
     for key, name in (("relevance", "relevant advice"), ("certainty", "justified certainty"),
@@ -3668,8 +3749,9 @@ def lesson_figures(run: Run, cfg) -> dict[str, dict]:
             for key, name in (("rubric_success", "success"), ("polite_recognized", "polite"),
                               ("unsupported_certainty_recognized", "over-certain")):
                 figures[f"{who}: {name}"] = share(told[f"{key}_rate"], told[f"{key}_rate_ci"])
-            figures[f"{who}: judge score"] = number(told["mean_learned_reward"])
-            figures[f"{who}: log-ratio"] = number(told["mean_sampled_actor_reference_logratio"])
+            for key, name in (("learned_reward", "judge score"),
+                              ("sampled_actor_reference_logratio", "log-ratio")):
+                figures[f"{who}: {name}"] = number(told[f"mean_{key}"], told.get(f"mean_{key}_ci"))
     for n, found in best_of_n(run, cfg).items():
         figures[f"best of {n}, SFT: success"] = share(found["rate"], found["rate_ci"])
         figures[f"best of {n}, SFT: judge score"] = number(found["score"])
@@ -3678,9 +3760,9 @@ def lesson_figures(run: Run, cfg) -> dict[str, dict]:
 
 def figure_cell(figure: dict) -> str:
     """A value with its interval, or a mean over seeds with its range."""
-    told = percent if figure["share"] else "{:+.2f}".format
+    told = percent if figure["share"] else signed
     if "value" in figure:
-        return percent(figure["value"], figure["ci"]) if figure["share"] else told(figure["value"])
+        return told(figure["value"], figure["ci"])
     return "none" if figure["mean"] is None else \
         f"{told(figure['mean'])} ({told(figure['low'])}..{told(figure['high'])})"
 
@@ -3719,7 +3801,7 @@ def phase_lesson(run: Run) -> None:
                 looks = longer_ppo(one, kl_coef)
                 lesson["over_optimisation"].setdefault(revision, {})[f"{kl_coef:g}"] = looks
                 publish("", f"{revision}, kl_coef {kl_coef:g}: sampled answers to the validation "
-                        "prompts", *table(look_table(looks)))
+                        "prompts", *table(look_table(looks)), run.note())
         if cfg.lesson_seeds > 1:
             for revision, repeats in zip(runs, repeat_with_seeds(list(runs.values()))):
                 lesson["seeds"][revision] = {
@@ -3727,7 +3809,8 @@ def phase_lesson(run: Run) -> None:
                     "figures": over_seeds([lesson_figures(one, one.settings("lesson"))
                                            for one in repeats])}
             publish("", *table(lesson_table({r: s["figures"] for r, s in lesson["seeds"].items()})),
-                    "", f"mean (lowest..highest) of {cfg.lesson_seeds} training seeds on one base")
+                    "", f"mean (lowest..highest) of {cfg.lesson_seeds} training seeds on one base",
+                    run.note())
     say(f"see {run.path('lesson') / 'lesson.json'} and {run.folder / 'report.html'}")
 
 
@@ -3904,7 +3987,7 @@ def read_record(folder: Path | None) -> dict:
     if not folder or not (folder / "run.json").exists():
         return {}
     record = read_json(folder / "run.json")
-    get = record.get if isinstance(record, dict) else lambda key: None
+    get = record.get
     defaults = {f.name: f.default for f in dataclasses.fields(Config)}
     entry_is_sound = lambda e: isinstance(e, dict) and isinstance(e.get("seconds"), (int, float))
     weights = {"path": str, "bytes": int, "mtime_ns": int, "inode": int, "sha256": str,
@@ -3949,8 +4032,6 @@ def open_run(args) -> Run:
     else:
         defaults = dict(MODEL_DEFAULTS[model])
         if model == "qwen" and not has_bf16_units(device):
-            say("WARNING: this CPU has no BF16 matrix units: the base is computed in FP32 "
-                "(recorded in run.json; numbers differ from a BF16 run)")
             defaults["dtype"] = "float32"
         config = Config(**defaults)
     run = Run(args.out, model, corpus, config, device, record, args.accept_changed_code)
@@ -3961,12 +4042,18 @@ def open_run(args) -> Run:
             raise CourseError(f"--set {name}={value}: phase {reader} of {args.out} has already "
                               f"read {name} = {getattr(config, name)}; use another folder (--out)")
     run.config = dataclasses.replace(config, **changes)
+    if model == "qwen" and not has_bf16_units(device):
+        say("WARNING: this CPU has no BF16 matrix units: " + (
+            "the base is computed in FP32 (recorded in run.json; numbers differ from a BF16 run)"
+            if run.config.dtype == "float32" else "BF16 is emulated, about ten times slower"))
     return run
 
 
 def find_weights(args, record: dict) -> dict:
     """The weights of a qwen run: --weights, those the run began with, or the pinned ones."""
     known = record.get("weights")
+    if args.phase == "report" and known:    # reads what the run wrote, and no weights
+        return known
     path = args.weights or (Path(known["path"]) if known else None)
     pinned = known["pinned"] if known and not args.weights else not args.weights
     if path is None or pinned and not path.is_file():   # the cache may have moved since
@@ -4001,9 +4088,10 @@ def run_phase(run: Run, phase: str) -> None:
         told, now = run.done(phase)["identity"], run.identity(phase)
         for key in sorted({*told, *now} - {"code"}):
             if told.get(key) != now.get(key):
-                raise CourseError(f"{run.path(phase)} was made from another {key}; delete that "
+                raise CourseError(f"{run.path(phase)} was made from another {key}: "
+                                  f"{told.get(key)!r} there, {now.get(key)!r} here; delete that "
                                   f"folder to run phase {phase} again, or use --out")
-        same = told["code"] == now["code"]
+        same = told.get("code") == now["code"]
         return say(f"{phase}: done already" + ("" if same else ", by another version of the code"))
     for earlier in PHASE_NEEDS.get(phase, ()):
         run.done(earlier)
@@ -4018,12 +4106,16 @@ def run_phase(run: Run, phase: str) -> None:
     entry["environment"] = environment(run.device)
     run.save()
     peak_memory_mb(reset=True)
+    if run.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(run.device)
     started = time.monotonic()
     try:
         PHASE_FUNCTIONS[phase](run)
     finally:
         entry["seconds"] = round(entry["seconds"] + time.monotonic() - started, 3)
         entry["peak_memory_mb"] = peak_memory_mb()
+        if run.device.type == "cuda":
+            entry["peak_gpu_memory_mb"] = torch.cuda.max_memory_allocated(run.device) >> 20
         run.save()
     if phase != "report":
         say(f"{phase}: finished in {clock(time.monotonic() - started)}")
@@ -4074,7 +4166,6 @@ def execute(args) -> None:
     torch.set_deterministic_debug_mode("error")
     run = open_run(args)
     with run_lock(run.folder, look_on=args.phase == "report") as mine:
-        run.stop.install()
         say(f"{run.note()}\nfolder {run.folder}, corpus {run.corpus}, {run.config.dtype} on "
             + ", ".join(f"{k} {v}" for k, v in environment(run.device).items()))
         if not mine:        # a report of a run that is still going: run.json is the other's
@@ -4083,8 +4174,8 @@ def execute(args) -> None:
             for needed in ("base", "sft", "reward", "ppo"):
                 run.done(needed)
             return phase_ask(run, args.prompt)
-        phases = PHASES if args.phase == "all" else (args.phase,)
-        for phase in phases:
+        run.stop.install()          # what ran so far writes nothing: a signal may end it at once
+        for phase in PHASES if args.phase == "all" else (args.phase,):
             run_phase(run, phase)
             run.stop.check(f"after phase {phase}")
         if args.phase == "all":

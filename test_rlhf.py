@@ -1984,13 +1984,18 @@ def untied(roles):
     roles["actor"].model.lm_head = torch.nn.Linear(16, 40, bias=False).requires_grad_(False)
 
 
+def mixed_base(roles):
+    roles["reward"].model.model.norm.bfloat16()
+
+
 @pytest.mark.parametrize("fault, message", [
     (share_base, "share the storage of model.embed_tokens"), (share_view, "share the storage"),
     (share_adapter, "up_proj.lora_A"), (adapter_in_bf16, "FP32"), (head_in_bf16, "FP32"),
     (trainable_base, "requires_grad=True"), (frozen_adapter, "requires_grad=False"),
     (judge_that_learns, "role reward: head.weight"), (missing_adapter, "13 adapters, expected 14"),
     (wrong_head, r"\(1, 15\)"), (two_headed, r"\(2, 16\)"), (wrong_adapter, "shape"),
-    (untied, "one tensor")], ids=lambda value: getattr(value, "__name__", ""))
+    (untied, "one tensor"), (mixed_base, "role reward: the base mixes torch")],
+    ids=lambda value: getattr(value, "__name__", ""))
 def test_role_isolation_fails_on(fault, message):
     roles = toy_four_roles()
     rlhf.assert_role_isolation(roles)
@@ -2717,6 +2722,13 @@ REFUSED_STATES = {
     "changed parameters": (lambda s: s["learned"]["actor"][UP_B].add_(1e-6),
                            "do not fit their digest"),
     "a missing parameter": (lambda s: s["learned"]["actor"].pop(UP_B), f"{UP_B} is missing"),
+    "no optimizer for a role": (lambda s: s["optimizers"].pop("actor"),
+                                "optimizers/actor is missing"),
+    "an optimizer without its moments": (lambda s: s["optimizers"]["actor"].pop("state"),
+                                         "optimizers/actor/state is missing"),
+    "moments for some parameters only": (lambda s: s["optimizers"]["actor"]["state"].pop(3),
+                                         "optimizer lacks moments"),
+    "a random state that is none": (lambda s: s.update(rng=7), "rng/python is missing"),
     "an optimizer of other names": (lambda s: s["optimizers"]["actor"]["names"].reverse(),
                                     "optimizer"),
     "another next rate": (lambda s: s["next_rate"].update(actor=0.5), "next_rate is .*0.5"),
@@ -2802,6 +2814,14 @@ def test_states_are_loaded_with_weights_only_everywhere():
     assert "pickle.load" not in source and "np.load(" not in source
 
 
+def test_a_state_saved_on_a_gpu_loads_on_a_machine_without_one(tmp_path, monkeypatch):
+    """Its tensors say "cuda:0"; the moments of a GPU run do."""
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+    rlhf.save_state(tmp_path / "state.pt.gz", {"x": torch.arange(3.0)})
+    state = rlhf.load_state(tmp_path / "state.pt.gz")
+    assert state["x"].device.type == "cpu" and state["x"].tolist() == [0.0, 1.0, 2.0]
+
+
 def toy_damages(data):
     """Damaged state files: {what: bytes}. `data` is a sound one."""
     plain = gzip.decompress(data)
@@ -2862,7 +2882,7 @@ def test_apply_refuses_missing_infinite_and_all_zero_gradients():
         with pytest.raises(CourseError, match="sft, update 1.* not finite"):
             training.apply("actor", 0)
     before = rlhf.learned_identity(training.roles["actor"])
-    assert before == training.begin["actor"], "a refused update must not have moved anything"
+    assert before == training.before["actor"]["learned"], "a refused update moved something"
 
 
 def test_apply_refuses_a_gradient_on_a_frozen_role():
@@ -2905,7 +2925,13 @@ def test_check_identities_finds_what_changed_and_what_did_not():
         training = rlhf.Training("ppo", SimpleNamespace(**TOY_CFG), 1, roles,
                                  {"actor": (1, 1e-3)}, {"updates": []})
         toy_sft_step(training)
-        training.check_identities()
+        told = training.check_identities()
+        before, after = told["before"], told["after"]
+        assert before["reference"] == after["reference"], "the frozen role, all of it"
+        assert before["actor"]["frozen"] == after["actor"]["frozen"] == \
+            rlhf.frozen_identity(roles["actor"])
+        assert before["actor"]["learned"] != after["actor"]["learned"] == \
+            rlhf.learned_identity(roles["actor"])
         return training
 
     training = trained()
@@ -4576,6 +4602,55 @@ def mini_rows(mini_course):
             for name in ("base", "sft", "ppo")}
 
 
+@pytest.mark.parametrize("which, part", [("judge", "head"), ("actor", "model"),
+                                         ("reference", "model")])
+def test_a_model_that_changes_while_it_answers_ends_the_evaluation(
+        mini_copy, monkeypatch, which, part):
+    folder, answer_group = mini_copy("base", "sft", "reward", "ppo"), rlhf.answer_group
+
+    def moves(tokens, cfg, name, group, **roles):
+        rows = answer_group(tokens, cfg, name, group, **roles)
+        role = roles["reward" if which == "judge" else which]
+        parameter = next(p for key, p in role.named_parameters().items() if key.startswith(part))
+        parameter.data.view(-1)[0] += 1
+        return rows
+
+    monkeypatch.setattr(rlhf, "answer_group", moves)
+    assert "evaluate: a model changed while it was only to be read" in mini_refusal(
+        "--phase", "evaluate", "--out", folder)
+    assert not (folder / "evaluation" / "base.jsonl").exists()
+
+
+def test_a_signal_stops_the_evaluation_between_two_groups_of_answers(mini_copy, monkeypatch):
+    folder, answer_group, asked = mini_copy("base", "sft", "reward", "ppo"), rlhf.answer_group, []
+
+    def counted(tokens, cfg, name, group, **roles):
+        asked.append(name)
+        if len(asked) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return answer_group(tokens, cfg, name, group, **roles)
+
+    monkeypatch.setattr(rlhf, "answer_group", counted)
+    status, out, err = mini_main("--phase", "evaluate", "--out", folder)
+    assert status == 143 and len(asked) == 2, out + err
+    assert "stopped the evaluation after 200 answers of base" in out
+
+
+def test_every_learning_phase_writes_who_changed_and_who_did_not(mini_course):
+    learners = {"base": {"base"}, "sft": {"actor"}, "reward": {"reward"},
+                "ppo": {"actor", "critic"}}
+    frozen = set()
+    for phase, learning in learners.items():
+        told = mini_json(mini_course.folder / phase / "done.json")["fingerprints"]
+        before, after = told["before"], told["after"]
+        assert before.keys() == after.keys()
+        assert {n for n in before if before[n]["learned"] != after[n]["learned"]} == learning
+        assert all(before[n]["frozen"] == after[n]["frozen"] for n in before)
+        frozen |= {told["frozen"] for told in before.values()} if phase != "base" else set()
+    assert before.keys() == {"actor", "critic", "reference", "reward"}
+    assert len(frozen) == 1, "every role stands on the same base"
+
+
 def test_each_actor_answers_180_test_and_80_probe_prompts_and_each_row_has_two_judgements(
         mini_course, mini_rows):
     labels = [row for part in ("test", "probes")
@@ -4695,8 +4770,14 @@ def test_the_metrics_of_all_five_populations_follow_from_the_rows(mini_course, m
                 ends = told[f"{key}_ci"]
                 assert told[key] is None and ends is None or \
                     0 <= ends[0] <= told[key] <= ends[1] <= 1, (name, population, key, ends)
+            for key in ("learned_reward", "response_tokens", "sampled_actor_reference_logratio"):
+                low, high = told[f"mean_{key}_ci"]
+                assert low <= told[f"mean_{key}"] <= high, (name, population, key)
             assert told["corpus"] == "v1" and "note" in told
             assert told["adapter_sha256"] == rows[0]["adapter_sha256"]
+            for key, folder in (("judge", "reward"), ("reference", "sft")):
+                assert told[f"{key}_sha256"] == mini_digest(
+                    mini_course.folder / folder / "adapter_model.safetensors")
         told = results[name]["test"]
         low, high = mini_interval(test, lambda r: r["rubric_success"], lambda r: True)
         assert told["rubric_success_rate_ci"] == pytest.approx([low, high], abs=0.04)
@@ -4715,6 +4796,10 @@ def test_intervals_are_reproducible_and_resample_whole_families(mini_rows):
     found = rlhf.rate(rows, lambda row: row["hit"], draws=10_000)
     assert found["rate"] == 0.5
     assert found["rate_ci"][0] <= 0.25 and found["rate_ci"][1] >= 0.75, found
+    # The same for a mean of any number: families of -1 and of 3 have mean 1 and 4 times that width.
+    mean, interval = rlhf.family_mean(rows, lambda row: 4.0 * row["hit"] - 1, 10_000)
+    assert mean == 1.0 and interval == pytest.approx([4 * e - 1 for e in found["rate_ci"]])
+    assert rlhf.family_mean([], len, 100) == (None, None)
 
 
 def test_denominators_success_keeps_every_output_and_certainty_counts_among_the_recognized():
@@ -4759,7 +4844,7 @@ def mini_taste(weight_relevance, weight_polite, weight_certainty):
 
 def mini_audit(monkeypatch, score_texts):
     monkeypatch.setattr(rlhf, "score_texts", score_texts)
-    run = SimpleNamespace(tokens=None, corpus="v1", note=lambda: "")
+    run = SimpleNamespace(tokens=None, corpus="v1", origin=dict)
     return rlhf.audit_judge(run, SimpleNamespace(bootstrap_draws=100), None,
                             mini_lines(HERE / "data" / "test" / "labels.jsonl"))
 
@@ -4927,6 +5012,16 @@ def test_the_widest_progress_line_fits_80_columns(capsys):
         assert one[end - 1] != " " and one[end] == " " == two[end], f"{name}: not aligned"
 
 
+def test_progress_with_a_pause_stays_silent_until_it_is_over(capsys, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(rlhf.time, "monotonic", lambda: now[0])
+    progress = rlhf.Progress("base", 0, 260, pause=20)
+    for now[0], done in ((110.0, 60), (121.0, 120), (140.0, 180), (141.5, 240)):
+        progress.line(done, {"tokens": "9.0"})
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()[1:]] == \
+        ["120/260", "240/260"]
+
+
 def test_messages_fold_between_words_on_a_terminal_and_stay_whole_in_a_pipe(monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     text = "  resume ppo: PASS\n" + "a warning of many words " * 8 + "/a/path" * 12
@@ -4956,6 +5051,17 @@ def test_ask_prints_three_answers_that_do_not_depend_on_earlier_questions(mini_c
     assert answers(out) == answers(fresh), "an earlier question, or the process, left a trace"
     for line in answers(out):
         assert re.match(r"(base|sft|ppo) +[+-]\d+\.\d\d  ", line), "judge's score beside the answer"
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_question_at_once(mini_copy, number, status):
+    """There is nothing to save: it does not wait for three answers, and it does not exit with 0."""
+    folder = mini_copy("base", "sft", "reward", "ppo")
+    process = mini_process("--phase", "ask", "--out", folder, "--prompt", "Hello", driver=(
+        "import os, rlhf\n"
+        f"rlhf.generate = lambda *args, **kwargs: os.kill(os.getpid(), {int(number)})"))
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode in (status, -number) and "Hello" not in out, out
 
 
 # -- command line ----------------------------------------------------------------------------------
@@ -5174,6 +5280,29 @@ def test_weights_are_taken_from_data_else_from_the_cache_else_fetched(
     assert weights("by hand")["path"] == str(tmp_path / "data" / "model.safetensors")
 
 
+def test_a_report_needs_no_weights(loopback_hub, tmp_path):
+    run = tmp_path / "run"
+    assert mini_main(*FETCH, run)[0] == 0
+    Path(mini_json(run / "run.json")["weights"]["path"]).unlink()
+    for name in ("manifest.json", "report_template.html"):      # what a report of any run reads
+        (tmp_path / "data").mkdir(exist_ok=True)
+        shutil.copy(HERE / "data" / name, tmp_path / "data" / name)
+    status, out, err = mini_main("--phase", "report", "--out", run)
+    assert status == 0 and (run / "report.html").exists(), err
+    assert "not on this machine" in fetch_refusal("--phase", "sft", "--out", run)
+
+
+@pytest.mark.parametrize("setting, dtype, told", [
+    ((), "float32", "computed in FP32"), (("--set", "dtype=bfloat16"), "bfloat16", "emulated")])
+def test_a_cpu_without_bf16_units_is_said_at_every_call(
+        loopback_hub, tmp_path, monkeypatch, setting, dtype, told):
+    monkeypatch.setattr(rlhf, "has_bf16_units", lambda device: False)
+    for arguments in (setting, ()):
+        status, out, err = mini_main(*FETCH, tmp_path / "run", *arguments)
+        assert status == 0 and "WARNING: this CPU has no BF16" in out and told in out, out + err
+        assert mini_json(tmp_path / "run" / "run.json")["config"]["dtype"] == dtype
+
+
 def test_a_body_cut_in_the_middle_is_completed(loopback_hub, tmp_path, monkeypatch):
     import huggingface_hub.constants
     monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 500)  # of 10 MB
@@ -5312,12 +5441,42 @@ def test_a_run_json_that_cannot_be_right_is_refused_by_field(mini_copy, name, ch
         "--phase", "report", "--out", folder)
 
 
-@pytest.mark.parametrize("content", ["{}", "[]", '{"phase": "sft", "identity": {}, "files": []}',
+@pytest.mark.parametrize("content", ["{}", '{"phase": "sft", "identity": {}, "files": []}',
                                      '{"phase": "sft", "identity": {}, "files": {}}'])
 def test_a_done_json_of_another_shape_is_refused(mini_copy, content):
     folder = mini_copy("base", "sft")
     (folder / "sft" / "done.json").write_text(content, encoding="utf-8")
     assert "not what this program writes" in mini_refusal("--phase", "sft", "--out", folder)
+
+
+@pytest.mark.parametrize("path, phase", [
+    ("run.json", "sft"), ("base/done.json", "sft"), ("sft/adapter_config.json", "ask"),
+    ("evaluation/base.jsonl", "evaluate"), ("evaluation/results.json", "report"),
+    ("resume/sft.json", "resume")])
+def test_json_of_another_shape_is_one_line_that_names_the_file(mini_course, mini_copy, path, phase):
+    folder = mini_copy("base", "sft", "reward", "ppo")
+    (folder / path).parent.mkdir(exist_ok=True)
+    (folder / path).write_text("[7]\n", encoding="utf-8")
+    if (folder / "sft" / "done.json").exists():
+        mini_change(folder / "sft" / "done.json", lambda done: done["files"].update(
+            {"adapter_config.json": mini_digest(folder / "sft" / "adapter_config.json")}))
+    question = ["--prompt", "Hello"] if phase == "ask" else []
+    message = mini_refusal("--phase", phase, "--out", folder, *question)
+    assert str(folder / path) in message and "no object" in message
+
+
+def test_a_finished_phase_without_its_code_digest_is_no_traceback(mini_copy):
+    folder = mini_copy("base", "sft")
+    mini_change(folder / "sft" / "done.json", lambda done: done["identity"].pop("code"))
+    status, out, err = mini_main("--phase", "sft", "--out", folder)
+    assert status == 0 and "sft: done already, by another version of the code" in out, err
+
+
+def test_a_finished_phase_made_with_other_settings_is_refused_with_both_values(mini_copy):
+    folder = mini_copy("base", "sft")
+    mini_change(folder / "sft" / "done.json", lambda done: done["identity"].update(sft_lr=0.125))
+    message = mini_refusal("--phase", "sft", "--out", folder)
+    assert "sft_lr: 0.125 there" in message and f"{mini_run(folder).config.sft_lr} here" in message
 
 
 @pytest.mark.parametrize("value", [[1], {"a": 1}])
@@ -5337,8 +5496,11 @@ def test_a_state_of_another_phase_is_named(mini_course, mini_copy):
 def test_ppo_does_not_finish_without_a_rollout_that_it_learned_from(mini_copy, mini_signal):
     folder = mini_copy("base", "sft", "reward")
     mini_stop_ppo(folder, mini_signal)
-    (folder / "ppo" / "rollouts" / "0001.json").unlink()
-    assert "0001.json is missing or was changed" in mini_refusal("--phase", "ppo", "--out", folder)
+    for content in ("{}", None):
+        rollouts = folder / "ppo" / "rollouts" / "0001.json"
+        rollouts.write_text(content) if content else rollouts.unlink()
+        assert "0001.json is missing or was changed" in mini_refusal(
+            "--phase", "ppo", "--out", folder)
 
 
 def test_a_changed_config_json_is_no_pinned_model(tmp_path, monkeypatch):
@@ -6037,6 +6199,7 @@ def test_report_metrics_follow_trl_definitions(report_written):
     rows = rlhf.read_jsonl(run.folder / "metrics.jsonl")
     assert [(r["phase"], r["step"]) for r in rows] == [
         (phase, k) for phase, n in (("sft", 8), ("reward", 8), ("ppo", 6)) for k in range(1, n + 1)]
+    assert all((r["corpus"], r["note"]) == (run.corpus, run.note()) for r in rows)
     assert all(r["learning_rate"] == r["lr"] and r["grad_norm"] == r["gradient_norm"]
                for r in rows if r["phase"] != "ppo")
     history = rlhf.read_json(run.folder / "ppo/history.json")["iterations"]
