@@ -3083,6 +3083,14 @@ def result_tables(results: dict) -> list[list[list[str]]]:
     return [truth, rest]
 
 
+def rubric_line(results: dict) -> str:
+    """How much of each actor's test answers the rubric can judge at all."""
+    known = ", ".join(f"{percent(populations['test']['recognized_rate'])} of {name}"
+                      for name, populations in results.items())
+    return (f"rubric: its grammar knows {known} (test answers);\n    whether other prose is right "
+            "it can't say, and counts it as no success")
+
+
 def time_table(run: Run) -> list[list[str]]:
     rows = [["phase", "seconds", "peak memory"]]
     phases = {name: e for name, e in run.record["phases"].items() if name != "report"}
@@ -3387,6 +3395,8 @@ def phase_report(run: Run) -> None:
     data = report_data(run)
     tables = [time_table(run)] + (result_tables(data["results"]) if data["results"] else [])
     lines = [fold(f"model: {run.note()}"), f"corpus: {data['corpus']}"]
+    if data["results"]:
+        lines.append(rubric_line(data["results"]))
     if data["judge"] and data["probes"]:
         lines += judge_lines(data["judge"], data["probes"])
     for rows in tables:

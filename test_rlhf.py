@@ -4788,6 +4788,12 @@ def test_the_metrics_of_all_five_populations_follow_from_the_rows(mini_course, m
     assert 0 < results["sft"]["test"]["rubric_success"] < 180, "a mixed result tests the most"
 
 
+def test_the_closing_lines_say_how_much_of_the_answers_the_rubric_can_judge(mini_course, mini_rows):
+    told = re.search(r"rubric: its grammar knows (.*) \(test answers\)", mini_course.out)[1]
+    assert told == ", ".join(f"{sum(r['recognized'] for r in rows[:180]) / 180:.0%} of {name}"
+                             for name, rows in mini_rows.items())
+
+
 def test_intervals_are_reproducible_and_resample_whole_families(mini_rows):
     assert rlhf.summarize(mini_rows["sft"], 500) == rlhf.summarize(mini_rows["sft"], 500)
     # 10 families of 10 rows that agree inside a family: 5 good ones. Drawing rows would give about
