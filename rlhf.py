@@ -339,24 +339,24 @@ def mean(numbers: list[float]) -> float:
 
 
 def read_json(path: Path) -> dict:
+    remedy = "restore it, or delete its folder and run that phase again"
     try:
         value = json.loads(path.read_bytes())
-        if not isinstance(value, dict):
-            raise ValueError("it is no object")
-        return value
     except ValueError as error:
-        raise CourseError(f"{path} is not valid JSON ({error}); restore it, or delete its folder "
-                          "and run that phase again") from None
+        raise CourseError(f"{path} is not valid JSON ({error}); {remedy}") from None
+    if not isinstance(value, dict):
+        raise CourseError(f"{path} holds no JSON object; {remedy}")
+    return value
 
 
 def read_jsonl(path: Path) -> list[dict]:
     try:
         rows = [json.loads(line) for line in path.read_bytes().splitlines()]
-        if not all(isinstance(row, dict) for row in rows):
-            raise ValueError("a line is no object")
-        return rows
     except ValueError as error:
         raise CourseError(f"{path} is not valid JSON Lines ({error}); restore it") from None
+    if not all(isinstance(row, dict) for row in rows):
+        raise CourseError(f"{path} has a line that holds no JSON object; restore it")
+    return rows
 
 
 # ==================================================================================================
@@ -1124,8 +1124,9 @@ def assert_role_isolation(roles: dict[str, Role]) -> None:
                 raise CourseError(f"roles {owner[storage]} and {name} share the storage of {key}")
         learned = role.learned()
         dtypes = {p.dtype for key, p in parameters.items() if key not in learned}
-        if len(dtypes) != 1:
-            raise CourseError(f"role {name}: the base mixes {' and '.join(map(str, dtypes))}")
+        if len(dtypes) > 1:
+            raise CourseError(f"role {name}: the base mixes "
+                              f"{' and '.join(sorted(map(str, dtypes)))}")
         for key, parameter in parameters.items():
             if parameter.requires_grad != (role.trainable and key in learned):
                 raise CourseError(f"role {name}: {key} has requires_grad={parameter.requires_grad}")
@@ -1606,7 +1607,9 @@ class Training:
             saved, names = state["optimizers"][name], list(self.roles[name].learned())
             if saved["names"] != names:
                 raise CourseError(f"{source}: {name}'s optimizer was made for other parameters")
-            if sorted(saved["state"]) != [*range(len(names) if state["next"] else 0)]:
+            moments = {k: {"step", "exp_avg", "exp_avg_sq"} for k in range(len(names))}
+            if first_missing({k: dict.fromkeys(m) for k, m in moments.items()}
+                             if state["next"] else {}, saved["state"]):
                 raise CourseError(f"{source}: {name}'s optimizer lacks moments of a parameter")
             optimizer.load_state_dict({**optimizer.state_dict(), "state": saved["state"]})
         self.next, self.order, self.cursor = state["next"], state["order"], state["cursor"]
@@ -1641,11 +1644,13 @@ class Training:
 
 def first_missing(mine: dict, found, place: str = "") -> str:
     """Path of the first key of nested dicts that `found` lacks; "" if it has all of them."""
+    if not isinstance(found, dict):
+        return place or "everything"
     for key, value in mine.items():
-        if not isinstance(found, dict) or key not in found:
-            return f"{place}{key}"
-        deeper = first_missing(value, found[key], f"{place}{key}/") if isinstance(value, dict) \
-            else ""
+        where = f"{place}/{key}".lstrip("/")
+        if key not in found:
+            return where
+        deeper = first_missing(value, found[key], where) if isinstance(value, dict) else ""
         if deeper:
             return deeper
     return ""
@@ -3095,8 +3100,9 @@ def time_table(run: Run) -> list[list[str]]:
     rows = [["phase", "seconds", "peak memory"]]
     phases = {name: e for name, e in run.record["phases"].items() if name != "report"}
     for phase, entry in phases.items():
-        memory = entry.get("peak_memory_mb")
-        rows.append([phase, f"{entry['seconds']:.1f}", f"{memory} MB" if memory else "unknown"])
+        memory, gpu = entry.get("peak_memory_mb"), entry.get("peak_gpu_memory_mb")
+        rows.append([phase, f"{entry['seconds']:.1f}", (f"{memory} MB" if memory else "unknown")
+                     + (f", GPU {gpu} MB" if gpu else "")])
     total = sum(entry["seconds"] for entry in phases.values())
     return rows + [["sum", f"{total:.1f}", ""]]
 
@@ -3563,19 +3569,23 @@ def best_of(samples: list[list[dict]], n: int) -> list[dict]:
 
 @torch.no_grad()
 def sampled_answers(run: Run, cfg, rows: list[dict], uniforms: Tensor, actor: Role, reward: Role,
-                    reference: Role | None = None) -> list[dict]:
+                    reference: Role | None = None, between=lambda done: None) -> list[dict]:
     """One sampled answer a row, with score, rubric and, given a reference, log-ratio to it.
 
     Rows may repeat a prompt; many of its samples are equal, and each distinct one is scored once.
+    between(number of answers so far) is called before each group that is sampled or scored.
     """
     prompts = [run.tokens.prompt(row["prompt"], cfg.max_prompt) for row in rows]
-    answers = [answer for group in groups([*range(len(rows))], cfg.eval_batch)
-               for answer in generate(actor, [prompts[k] for k in group], cfg.max_response,
-                                      uniforms[group].to(run.device),
-                                      [f"lesson, {rows[k]['id']}" for k in group])]
+    answers: list[Answer] = []
+    for group in groups([*range(len(rows))], cfg.eval_batch):
+        between(len(answers))
+        answers += generate(actor, [prompts[k] for k in group], cfg.max_response,
+                            uniforms[group].to(run.device),
+                            [f"lesson, {rows[k]['id']}" for k in group])
     keys = [(row["id"], *answer.ids) for row, answer in zip(rows, answers)]
     told: dict[tuple, dict] = {}
     for part in groups([*{key: k for k, key in enumerate(keys)}.values()], SCORED_TOGETHER):
+        between(len(answers))
         batch = collate([prompts[k] for k in part], [answers[k].ids for k in part], run.device)
         logp = padded([answers[k].logp for k in part], batch.mask)                   # [B, R]
         drift = logp - response_logprobs(reference, batch) if reference else logp * 0
@@ -3604,8 +3614,14 @@ def best_of_n(run: Run, cfg) -> dict[int, dict]:
             assert_role_isolation({"actor": actor, "reward": reward})
             uniforms = torch.rand(len(asked) * count, cfg.max_response,
                                   generator=torch.Generator().manual_seed(cfg.seed + 300))
+            progress = Progress("samples", 0, len(asked) * count, pause=20)
+
+            def between(done: int) -> None:
+                run.stop.check(f"in the lesson after {done} samples", "takes them again")
+                progress.line(done, {"corpus": run.corpus})
+
             samples = sampled_answers(run, cfg, [row for row in asked for _ in range(count)],
-                                      uniforms, actor, reward)
+                                      uniforms, actor, reward, between=between)
         kept = ("family", "text", "score", "rubric_success", "reason")
         rows = [{"id": row["id"], **run.origin(), "stamp": stamp,
                  "samples": [{key: sample[key] for key in kept} for sample in its]}
@@ -4064,7 +4080,7 @@ def open_run(args) -> Run:
 def find_weights(args, record: dict) -> dict:
     """The weights of a qwen run: --weights, those the run began with, or the pinned ones."""
     known = record.get("weights")
-    if args.phase == "report" and known:    # reads what the run wrote, and no weights
+    if args.phase == "report" and known and not args.weights:   # it reads what the run wrote
         return known
     path = args.weights or (Path(known["path"]) if known else None)
     pinned = known["pinned"] if known and not args.weights else not args.weights
@@ -4186,7 +4202,7 @@ def execute(args) -> None:
             for needed in ("base", "sft", "reward", "ppo"):
                 run.done(needed)
             return phase_ask(run, args.prompt)
-        run.stop.install()          # what ran so far writes nothing: a signal may end it at once
+        run.stop.install()      # a question leaves nothing behind: a signal may end it at once
         for phase in PHASES if args.phase == "all" else (args.phase,):
             run_phase(run, phase)
             run.stop.check(f"after phase {phase}")

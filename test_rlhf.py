@@ -2728,7 +2728,11 @@ REFUSED_STATES = {
                                          "optimizers/actor/state is missing"),
     "moments for some parameters only": (lambda s: s["optimizers"]["actor"]["state"].pop(3),
                                          "optimizer lacks moments"),
-    "a random state that is none": (lambda s: s.update(rng=7), "rng/python is missing"),
+    "half of a moment": (lambda s: s["optimizers"]["actor"]["state"][3].pop("exp_avg_sq"),
+                         "optimizer lacks moments"),
+    "moments that are none": (lambda s: s["optimizers"]["actor"].update(state=7),
+                              "optimizers/actor/state is missing"),
+    "a random state that is none": (lambda s: s.update(rng=7), "rng is missing"),
     "an optimizer of other names": (lambda s: s["optimizers"]["actor"]["names"].reverse(),
                                     "optimizer"),
     "another next rate": (lambda s: s["next_rate"].update(actor=0.5), "next_rate is .*0.5"),
@@ -4621,6 +4625,19 @@ def test_a_model_that_changes_while_it_answers_ends_the_evaluation(
     assert not (folder / "evaluation" / "base.jsonl").exists()
 
 
+def test_a_judge_that_changes_during_its_audit_ends_the_evaluation(mini_copy, monkeypatch):
+    folder, audit_judge = mini_copy("base", "sft", "reward", "ppo"), rlhf.audit_judge
+
+    def moves(run, cfg, reward, labels):
+        found = audit_judge(run, cfg, reward, labels)
+        reward.head.bias.data += 1
+        return found
+
+    monkeypatch.setattr(rlhf, "audit_judge", moves)
+    assert "evaluate: a model changed" in mini_refusal("--phase", "evaluate", "--out", folder)
+    assert not (folder / "evaluation" / "reward_test.json").exists()
+
+
 def test_a_signal_stops_the_evaluation_between_two_groups_of_answers(mini_copy, monkeypatch):
     folder, answer_group, asked = mini_copy("base", "sft", "reward", "ppo"), rlhf.answer_group, []
 
@@ -5064,10 +5081,16 @@ def test_a_signal_ends_a_question_at_once(mini_copy, number, status):
     """There is nothing to save: it does not wait for three answers, and it does not exit with 0."""
     folder = mini_copy("base", "sft", "reward", "ppo")
     process = mini_process("--phase", "ask", "--out", folder, "--prompt", "Hello", driver=(
-        "import os, rlhf\n"
-        f"rlhf.generate = lambda *args, **kwargs: os.kill(os.getpid(), {int(number)})"))
+        "import os, sys, torch\n"
+        "largest = torch.Tensor.max             # which chooses the first token\n"
+        "def chosen(*args, **kwargs):\n"
+        f"    os.kill(os.getpid(), {int(number)})\n"
+        "    return largest(*args, **kwargs)\n"
+        "torch.Tensor.max = chosen\n"
+        f"import runpy; sys.argv[0] = {str(HERE / 'rlhf.py')!r}\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')"))
     out, _ = process.communicate(timeout=60)
-    assert process.returncode in (status, -number) and "Hello" not in out, out
+    assert process.returncode == status and not re.search(r"^(base|sft|ppo)\s", out, re.M), out
 
 
 # -- command line ----------------------------------------------------------------------------------
@@ -5468,7 +5491,7 @@ def test_json_of_another_shape_is_one_line_that_names_the_file(mini_course, mini
             {"adapter_config.json": mini_digest(folder / "sft" / "adapter_config.json")}))
     question = ["--prompt", "Hello"] if phase == "ask" else []
     message = mini_refusal("--phase", phase, "--out", folder, *question)
-    assert str(folder / path) in message and "no object" in message
+    assert str(folder / path) in message and "no JSON object" in message
 
 
 def test_a_finished_phase_without_its_code_digest_is_no_traceback(mini_copy):
