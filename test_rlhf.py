@@ -4626,7 +4626,10 @@ def test_a_model_that_changes_while_it_answers_ends_the_evaluation(
 
 
 def test_a_judge_that_changes_during_its_audit_ends_the_evaluation(mini_copy, monkeypatch):
-    folder, audit_judge = mini_copy("base", "sft", "reward", "ppo"), rlhf.audit_judge
+    folder = mini_copy("base", "sft", "reward", "ppo", "evaluate")
+    for name in ("done", "reward_test"):        # stopped between the answers and the audit
+        (folder / "evaluation" / f"{name}.json").unlink()
+    audit_judge = rlhf.audit_judge
 
     def moves(run, cfg, reward, labels):
         found = audit_judge(run, cfg, reward, labels)
@@ -5076,21 +5079,20 @@ def test_ask_prints_three_answers_that_do_not_depend_on_earlier_questions(mini_c
         assert re.match(r"(base|sft|ppo) +[+-]\d+\.\d\d  ", line), "judge's score beside the answer"
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_a_question_at_once(mini_copy, number, status):
+def test_a_signal_ends_a_question_at_once(mini_copy):
     """There is nothing to save: it does not wait for three answers, and it does not exit with 0."""
     folder = mini_copy("base", "sft", "reward", "ppo")
     process = mini_process("--phase", "ask", "--out", folder, "--prompt", "Hello", driver=(
         "import os, sys, torch\n"
         "largest = torch.Tensor.max             # which chooses the first token\n"
         "def chosen(*args, **kwargs):\n"
-        f"    os.kill(os.getpid(), {int(number)})\n"
+        f"    os.kill(os.getpid(), {int(signal.SIGINT)})\n"
         "    return largest(*args, **kwargs)\n"
         "torch.Tensor.max = chosen\n"
         f"import runpy; sys.argv[0] = {str(HERE / 'rlhf.py')!r}\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')"))
     out, _ = process.communicate(timeout=60)
-    assert process.returncode == status and not re.search(r"^(base|sft|ppo)\s", out, re.M), out
+    assert process.returncode == 130 and not re.search(r"^(base|sft|ppo)\s", out, re.M), out
 
 
 # -- command line ----------------------------------------------------------------------------------
