@@ -1607,9 +1607,9 @@ class Training:
             saved, names = state["optimizers"][name], list(self.roles[name].learned())
             if saved["names"] != names:
                 raise CourseError(f"{source}: {name}'s optimizer was made for other parameters")
-            moments = {k: {"step", "exp_avg", "exp_avg_sq"} for k in range(len(names))}
-            if first_missing({k: dict.fromkeys(m) for k, m in moments.items()}
-                             if state["next"] else {}, saved["state"]):
+            moments = dict.fromkeys(("step", "exp_avg", "exp_avg_sq"))
+            stepped = range(len(names) if state["next"] else 0)
+            if first_missing(dict.fromkeys(stepped, moments), saved["state"]):
                 raise CourseError(f"{source}: {name}'s optimizer lacks moments of a parameter")
             optimizer.load_state_dict({**optimizer.state_dict(), "state": saved["state"]})
         self.next, self.order, self.cursor = state["next"], state["order"], state["cursor"]
