@@ -2875,7 +2875,7 @@ def population_metrics(rows: list[dict], draws: int) -> dict:
     for name, value in means.items():
         metrics[name], metrics[f"{name}_ci"] = family_mean(rows, value, draws)
     return metrics | {
-        "uncertainty_denominator": metrics["recognized"],
+        "uncertainty_denominator": metrics["recognized"],   # of unsupported certainty
         "human_utility_claim": False}
 
 

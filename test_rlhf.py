@@ -5488,9 +5488,9 @@ def test_json_of_another_shape_is_one_line_that_names_the_file(mini_course, mini
     folder = mini_copy("base", "sft", "reward", "ppo")
     (folder / path).parent.mkdir(exist_ok=True)
     (folder / path).write_text("[7]\n", encoding="utf-8")
-    if (folder / "sft" / "done.json").exists():
-        mini_change(folder / "sft" / "done.json", lambda done: done["files"].update(
-            {"adapter_config.json": mini_digest(folder / "sft" / "adapter_config.json")}))
+    # Only where its digest fits as well does a reader get as far as the adapter's configuration.
+    mini_change(folder / "sft" / "done.json", lambda done: done["files"].update(
+        {"adapter_config.json": mini_digest(folder / "sft" / "adapter_config.json")}))
     question = ["--prompt", "Hello"] if phase == "ask" else []
     message = mini_refusal("--phase", phase, "--out", folder, *question)
     assert str(folder / path) in message and "no JSON object" in message
