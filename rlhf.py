@@ -230,12 +230,13 @@ BOUNDS = {"clip", "grad_clip"}      # above 0
 
 
 def sensible(name: str, value: int | float | str) -> bool:
-    """Counts are at least 1, other numbers at least 0, and what bounds a step is above 0."""
+    """Counts are at least 1, other numbers at least 0, and what bounds a step is above 0. Prompt
+    and response together fill the course's context of 320 tokens, not more."""
     if name == "dtype":
         return value in ("float32", "bfloat16")
     if isinstance(value, int):
-        most = {"lora_rank": 4096, "bootstrap_draws": 10**6, "lesson_samples": 1024,
-                "lesson_seeds": 1000}.get(name, 2**31 - 1)
+        most = {"max_prompt": 256, "max_response": 64, "lora_rank": 4096, "lesson_samples": 1024,
+                "lesson_seeds": 1000, "bootstrap_draws": 10**6}.get(name, 2**31 - 1)
         least = 0 if name.endswith(("seed", "lesson_seeds", "lesson_iterations")) else 1
         return least <= value <= most
     return 0 <= value <= (1 if name in SHARES else 1e9) and (value > 0 or name not in BOUNDS)
@@ -1409,7 +1410,7 @@ class Answer:
     first_logits: Tensor | None = None    # [L], those that drew the first token
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def generate(role: Role, prompts: list[list[int]], max_response: int = 64,
              uniforms: Tensor | None = None, labels: list[str] | None = None) -> list[Answer]:
     """Answer every prompt (lists of ids): greedily, or by inverse CDF from uniforms [B, R].
@@ -2093,7 +2094,7 @@ def make_base_training(run: Run, cfg):
     cfg, tokens = SimpleNamespace(**vars(cfg), seed=cfg.base_seed), run.tokens
     chats = [(tokens.prompt(p, cfg.max_prompt), tokens.answer(a, cfg.max_response))
              for p, a in base_chats(cfg)]
-    used = sorted({token for chat in chats for part in chat for token in part} | {PAD})
+    used = sorted({token for chat in chats for part in chat for token in part})
     compact = {token: column for column, token in enumerate(used)}
     chats = [tuple([compact[t] for t in part] for part in chat) for chat in chats]
     model = Qwen2(dataclasses.replace(TINY, vocab_size=len(used))).eval()
@@ -2114,7 +2115,7 @@ def make_base_training(run: Run, cfg):
     def step(training: Training) -> None:
         started = time.monotonic()
         rows = training.draw(cfg.base_batch, len(chats))
-        batch = collate(*zip(*[chats[i] for i in rows]), pad=compact[PAD])
+        batch = collate(*zip(*[chats[i] for i in rows]), pad=0)    # any row: padding is not read
         ids, known = batch.ids, batch.attention
         hidden = model(ids, known)                                                   # [B, T, H]
         target = known[:, 1:] & known[:, :-1]      # position t predicts token t+1   # [B, T-1]
