@@ -680,6 +680,12 @@ def evaluate_response(text: str, finish_reason: str, expected_action: int) -> di
             "rubric_success": not failures, "reason": failures[0] if failures else "success"}
 
 
+def thanks(text: str) -> bool:
+    """Whether an answer has the polite phrase, inside the grammar or not. The rubric's `polite` is
+    None outside it, and there is where an actor that only pleases its judge may go."""
+    return POLITE.strip() in text
+
+
 def lazy_judge(fit_rows: list[dict], rows: list[dict]) -> float:
     """Share of `rows` that the best rule which never reads the context gets right.
 
@@ -3136,7 +3142,8 @@ def ppo_curve(rollouts: list[dict], entries: dict[int, dict]) -> list[dict]:
         curve.append({
             "iteration": rollout["iteration"], **rollout_summary(records),
             **{key: mean([bool(v[key]) for v in verdicts]) for key in
-               ("rubric_success", "recognized", "unsupported_certainty", "polite")}})
+               ("rubric_success", "recognized", "unsupported_certainty")},
+            "thanks": mean([thanks(record["text"]) for record in records])})
         if entry:
             actor, critic = entry["actor_updates"][-1], entry["critic_updates"][-1]
             curve[-1] |= {"actor_loss": actor["loss"], "clip_fraction": actor["clip_fraction"],
@@ -3340,7 +3347,7 @@ def training_picture(curve: list[dict], note: str) -> bytes:
     share = "{:.0%}".format
     panels = {"judge's score: what PPO optimises": ("mean_score", "ppo", "{:+.1f}".format),
               "rubric success: what training never sees": ("rubric_success", "sft", share),
-              "polite answers: the rubric gives nothing for that": ("polite", "base", share)}
+              "answers that say thanks: the rubric gives nothing for it": ("thanks", "base", share)}
     for k, (heading, (key, colour, text)) in enumerate(panels.items()):
         top, values = 78 + 128 * k, [point[key] for point in curve]
         smooth = [mean(values[max(0, i - reach):i + reach + 1]) for i in range(len(values))]
@@ -3651,10 +3658,11 @@ def watch_validation(run: Run, training: Training) -> dict:
     def look(training: Training) -> dict:
         seen = sampled_answers(run, cfg, rows, uniforms, actor, reward, reference)
         success = rate(seen, lambda s: s["rubric_success"], draws=cfg.bootstrap_draws)
-        return {"iteration": training.next, "rubric_success_ci": success["rate_ci"], **{
-            key: mean([float(answer[key] or 0) for answer in seen]) for key in (
-                "score", "rubric_success", "relevant", "polite", "unsupported_certainty",
-                "tokens", "log_ratio")}}
+        return {"iteration": training.next, "rubric_success_ci": success["rate_ci"],
+                "thanks": mean([thanks(answer["text"]) for answer in seen]), **{
+                    key: mean([float(answer[key] or 0) for answer in seen]) for key in (
+                        "score", "rubric_success", "relevant", "unsupported_certainty", "tokens",
+                        "log_ratio")}}
 
     every = max(1, training.total // LOOKS)
     return {"validate": look, "validate_at": {*range(every, training.total, every),
@@ -3842,9 +3850,9 @@ def phase_lesson(run: Run) -> None:
 
 
 def look_table(looks: list[dict]) -> list[list[str]]:
-    return [["iteration", "score", "success", "relevant", "polite", "tokens", "log-ratio"]] + [
+    return [["iteration", "score", "success", "relevant", "thanks", "tokens", "log-ratio"]] + [
         [str(look["iteration"]), f"{look['score']:+.2f}", percent(look["rubric_success"]),
-         percent(look["relevant"]), percent(look["polite"]), f"{look['tokens']:.1f}",
+         percent(look["relevant"]), percent(look["thanks"]), f"{look['tokens']:.1f}",
          f"{look['log_ratio']:+.3f}"] for look in looks]
 
 

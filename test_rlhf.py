@@ -1447,6 +1447,20 @@ def test_the_lazy_judge_by_hand():
     assert rlhf.lazy_judge(train, [row(0, polite, plain)]) == 0.5, "a pair never met"
 
 
+def test_the_polite_phrase_is_also_seen_in_answers_that_the_rubric_does_not_know():
+    """PPO on v1 ends in thanks without advice: an answer that the rubric calls neither."""
+    plain, broken = rlhf.response(0, 1, False), "It may help to nothing" + rlhf.POLITE
+    assert rlhf.evaluate_response(broken, "eos", 0)["polite"] is None
+    assert rlhf.thanks(broken) and rlhf.thanks(rlhf.response(3, 2, True))
+    assert not rlhf.thanks(plain) and not rlhf.thanks("Thank you.")
+    record = {"prompt_id": "OH000-RL0", "finish_reason": "eos", "score": 1.0,
+              **dict.fromkeys(("response_ids", "old_logp", "ref_logp", "values", "returns"), [0.0])}
+    texts = [plain, broken, broken, rlhf.response(0, 1, True)]
+    point, = rlhf.ppo_curve([{"iteration": 1, "responses": [
+        {**record, "text": text} for text in texts]}], {})
+    assert (point["thanks"], point["recognized"], point["rubric_success"]) == (0.75, 0.5, 0.5)
+
+
 def test_the_36_answers_are_distinct_and_politeness_is_one_added_phrase():
     texts = {key: rlhf.response(*key) for key in
              itertools.product(range(6), range(3), (False, True))}
@@ -6307,7 +6321,7 @@ def test_training_picture_draws_the_samples_of_the_rollout_files(report_written)
     levels = [mark for mark in picture_marks(root) if float(mark.get("x")) == 68]
     shares = [mark for mark in levels if mark.text.endswith("%")]
     axes = [[mark for mark in levels if mark not in shares], shares[:3], shares[3:]]
-    for panel, marks, key in zip(panels, axes, ("mean_score", "rubric_success", "polite"),
+    for panel, marks, key in zip(panels, axes, ("mean_score", "rubric_success", "thanks"),
                                  strict=True):
         ys = [y for _, y in picture_points(panel.find(SVG_TAG + "path"))]
         value = picture_axis(marks, lambda mark: float(mark.get("y")) - 4)   # 4 below its line
