@@ -3886,7 +3886,7 @@ def phase_ask(run: Run, question: str) -> None:
 # Everything above is called from here. A mistake in the arguments is one line and touches nothing.
 
 # phase: (tiny, qwen), each (time, memory, disk) on two CPU cores, as measured; at qwen's size
-# resume is reckoned from the updates that it repeats, lesson from its 5,760 samples.
+# resume is reckoned from the updates that it repeats.
 EXPECTED = {
     "base": (("40 s", "1 GB", "75 MB"), ("a second", "1 GB", "988 MB if fetched")),
     "sft": (("10 s", "1 GB", "2 MB"), ("7 min", "4 GB", "120 MB")),
@@ -3894,7 +3894,7 @@ EXPECTED = {
     "ppo": (("35 s", "1.1 GB", "10 MB"), ("35 min", "10 GB", "300 MB")),
     "resume": (("35 s", "1.1 GB", "none"), ("35 min", "10 GB", "none")),
     "evaluate": (("20 s", "1 GB", "1 MB"), ("12 min", "8 GB", "2 MB")),
-    "lesson": (("40 s", "1 GB", "1 MB"), ("1 h", "8 GB", "3 MB"))}
+    "lesson": (("40 s", "1 GB", "1 MB"), ("45 min", "8 GB", "3 MB"))}
 
 
 def find_pinned_weights() -> Path | None:
