@@ -1,8 +1,7 @@
 """Qwen2, the whole forward, by hand.
 
-A language model maps token ids to one score per vocabulary entry. Everything between is this file:
-an embedding, a stack of identical blocks that each *add* something to a running vector per token
-(the residual stream), and a norm. Nothing is imported but torch and the reader of the weights.
+From token ids to one score per vocabulary entry: an embedding, a stack of identical blocks that
+each *add* something to a running vector per token (the residual stream), and a norm.
 
     ids [B, T]
       |  embed_tokens: a row of the table per id
@@ -35,18 +34,13 @@ Shape letters, here and in rlhf.py:
     F  width of the MLP                      V   vocabulary
 
 The claim that the tests check: the logits equal Hugging Face's eager Qwen2 *bit for bit*, in FP32
-and in BF16. That is possible because floating point is deterministic: same operations, same order,
-same roundings, same result. So each cast below stands where it stands for a reason; moving one
-(a norm's weight applied before the cast, say) is still "correct" and is no longer equal.
+and in BF16: same operations, same order, same roundings, same result. So each cast below stands
+where it stands for a reason. Left out: dropout, sliding windows, RoPE scaling, fused kernels;
+`from_json` refuses a checkpoint that needs one of them.
 
-Left out on purpose: dropout, sliding windows, RoPE scaling, fused kernels. `from_json` refuses a
-checkpoint that needs one of them.
-
-    config = Qwen2Config.from_json("config.json")
-    model = load_qwen2("data/model.safetensors", config, dtype=torch.bfloat16)
+    model = load_qwen2("data/model.safetensors", Qwen2Config.from_json("config.json"))
     logits = model.logits(model(ids))                                        # [B, T, V]
 """
-
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -62,13 +56,9 @@ from torch import nn
 
 # What the file may say beyond sizes, and the one value for which this forward is right. An absent
 # field means that value; any other would load without complaint and compute nonsense.
-ONLY_IMPLEMENTED = {
-    "hidden_act": "silu",
-    "use_sliding_window": False,
-    "rope_scaling": None,
-    "attention_dropout": 0.0,
-    "quantization_config": None,
-}
+ONLY_IMPLEMENTED = {"model_type": "qwen2", "hidden_act": "silu", "use_sliding_window": False,
+                    "rope_scaling": None, "rope_type": "default", "attention_dropout": 0.0,
+                    "quantization_config": None}
 
 
 @dataclass(frozen=True)
@@ -91,84 +81,49 @@ class Qwen2Config:
     def from_json(cls, path):
         """Read a checkpoint's config.json; a ValueError names file and field if it does not fit."""
         try:
-            raw = json.loads(Path(path).read_text(encoding="utf-8"))
-        except ValueError as problem:  # not JSON, or not UTF-8
-            raise ValueError(f"{path}: not a JSON file ({problem})") from None
-        if not isinstance(raw, dict):
-            raise ValueError(f"{path}: not a JSON object")
-        if raw.get("model_type") != "qwen2":
-            raise ValueError(f"{path}: model_type is {raw.get('model_type')!r}, need 'qwen2'")
+            raw = dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as problem:  # not JSON, not UTF-8, no object
+            raise ValueError(f"{path}: not a JSON object ({problem})") from None
+        raw = {"model_type": None, **(raw.get("rope_parameters") or {}), **raw}  # newer writers
         for name, value in ONLY_IMPLEMENTED.items():
             if raw.get(name, value) != value:
                 raise ValueError(f"{path}: {name} is {raw[name]!r}, only {value!r} is implemented")
-
         if set(raw.get("layer_types") or ["full_attention"]) != {"full_attention"}:
-            raise ValueError(f"{path}: layer_types has more than 'full_attention', the only one "
-                             "implemented")
-        # Newer writers keep the base inside "rope_parameters", next to a kind of scaling.
-        rope = raw.get("rope_parameters") or {}
-        if rope.get("rope_type", "default") != "default":
-            raise ValueError(f"{path}: rope_type is {rope['rope_type']!r}, only 'default' is "
-                             "implemented")
-        raw = {**rope, **raw}
-        config = cls(**{name: read_field(path, raw, name, kind)
-                        for name, kind in cls.__annotations__.items()})
-        config.check_heads(path, raw)
+            raise ValueError(f"{path}: layer_types has more than 'full_attention'")
+        fields = {}
+        for name, kind in cls.__annotations__.items():
+            value = raw.get(name)
+            value = float(value) if kind is float and type(value) is int else value
+            if type(value) is not kind or kind is not bool and not value > 0:
+                raise ValueError(f"{path}: {name} is {value!r}, need a positive {kind.__name__}")
+            fields[name] = value
+        config = cls(**fields)
+        if config.hidden_size % (2 * config.num_attention_heads) \
+                or config.num_attention_heads % config.num_key_value_heads \
+                or (raw.get("head_dim") or config.head_dim) != config.head_dim:
+            raise ValueError(f"{path}: hidden_size, num_attention_heads, num_key_value_heads and "
+                             "head_dim do not divide into heads of one even width")
         return config
-
-    def check_heads(self, path, raw):
-        if self.hidden_size % (2 * self.num_attention_heads):
-            raise ValueError(f"{path}: hidden_size {self.hidden_size} does not divide into "
-                             f"num_attention_heads {self.num_attention_heads} heads of even width")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(f"{path}: num_attention_heads {self.num_attention_heads} is no "
-                             f"multiple of num_key_value_heads {self.num_key_value_heads}")
-        if (raw.get("head_dim") or self.head_dim) != self.head_dim:
-            raise ValueError(f"{path}: head_dim is {raw['head_dim']}, only hidden_size / "
-                             f"num_attention_heads = {self.head_dim} is implemented")
 
     def to_dict(self):
         """The content of a config.json that `from_json` and transformers both read."""
-        return {
-            "architectures": ["Qwen2ForCausalLM"],
-            "model_type": "qwen2",
-            "hidden_act": "silu",
-            "max_position_embeddings": 32768,
-            "use_sliding_window": False,
-            "torch_dtype": "bfloat16",
-            **asdict(self),
-        }
-
-
-def read_field(path, raw, name, kind):
-    if name not in raw:
-        raise ValueError(f"{path}: {name} is missing")
-    value = raw[name]
-    if kind is float and type(value) is int:  # JSON knows one kind of number
-        value = float(value)
-    if type(value) is not kind or (kind is not bool and not value > 0):
-        positive = "" if kind is bool else "positive "
-        raise ValueError(f"{path}: {name} is {value!r}, need a {positive}{kind.__name__}")
-    return value
+        return {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu",
+                "max_position_embeddings": 32768, "torch_dtype": "bfloat16", **asdict(self)}
 
 
 # --------------------------------------------------------------------------------------------------
 # 2. RMSNorm: every block reads the residual stream through one of these.
 # --------------------------------------------------------------------------------------------------
 
-
 class RMSNorm(nn.Module):
     """y = weight * x / sqrt(mean(x^2) + eps)         (Zhang and Sennrich 2019, equation 4)"""
-
     def __init__(self, width, eps):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
         self.eps = eps
 
     def forward(self, x):
-        # Squares of BF16 numbers lose too much, so the mean is taken in FP32. The result is rounded
-        # to the model's dtype *before* the weight multiplies it: two roundings, not one.
-        exact = x.float()
+        exact = x.float()  # and rounded *before* the weight multiplies: two roundings, not one
         scale = torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + self.eps)  # [..., 1]
         return self.weight * (exact * scale).to(x.dtype)
 
@@ -177,14 +132,12 @@ class RMSNorm(nn.Module):
 # 3. RoPE: a position is an angle. Attention sees only differences of angles, so only distances.
 # --------------------------------------------------------------------------------------------------
 
-
 def rope_frequencies(config):
     """Angle per position of each of the D/2 pairs, FP32 [D/2]: 1, then slower and slower.
 
-    These numbers are in no checkpoint. Built under `torch.device("meta")` they would stay without
-    content and the model would be garbage that raises no error, hence the explicit CPU. Nor are
-    they a buffer: `model.to(torch.bfloat16)` would round a buffer to 8 bits, and by position 200
-    some angles would be off by a fifth of a radian.
+    They are in no checkpoint: built under `torch.device("meta")` they would stay without content,
+    hence the explicit CPU. Nor are they a buffer: `model.to(torch.bfloat16)` would round it to 8
+    bits, and by position 200 some angles would be off by a fifth of a radian.
     """
     pair = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu")
     return 1.0 / (config.rope_theta ** (pair / config.head_dim))
@@ -198,49 +151,36 @@ def rope_tables(frequencies, position_ids, dtype):
 
 
 def rotate(x, cos, sin):
-    """Turn the pairs of x [B, n, T, D] by their angles.
-
-    Qwen2 pairs dimension i with i + D/2 (the "rotate half" convention). The paper's pairs are
-    neighbours, 2i and 2i+1; with these weights that reading gives fluent nonsense.
-    """
+    """Turn the pairs of x [B, n, T, D] by their angles. Qwen2 pairs dimension i with i + D/2; the
+    paper's pairs are neighbours, 2i and 2i+1, and give fluent nonsense with these weights."""
     first, second = x.chunk(2, dim=-1)  # [B, n, T, D/2] each
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 # --------------------------------------------------------------------------------------------------
-# 4. The cache: keys and values of earlier tokens never change, because attention is causal, so
-#    generation keeps them and feeds the model one new token at a time.
+# 4. The cache: keys and values of earlier tokens never change, so generation keeps them.
 # --------------------------------------------------------------------------------------------------
 
-
 class KVCache:
-    """Room for `capacity` tokens of each row; the first `length` columns are filled in all rows.
-
-    Prompts of different length are therefore padded on the left, and the attention mask of *all*
-    columns so far comes along with every call.
-    """
+    """Room for `capacity` tokens of each row; the first `length` columns are filled in all rows, so
+    prompts are padded on the left and every call brings the mask of *all* columns so far."""
 
     def __init__(self, config, batch, capacity, dtype=torch.bfloat16, device="cpu"):
         shape = (batch, config.num_key_value_heads, capacity, config.head_dim)
-        layers = range(config.num_hidden_layers)
-        self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in layers]
-        self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in layers]
+        self.keys, self.values = ([torch.empty(shape, dtype=dtype, device=device)
+                                   for _ in range(config.num_hidden_layers)] for _ in "kv")
         self.length = 0
         self.needs_mask = False  # True once a call brought a mask: some columns may be padding
 
     def check(self, x, attention_mask):
-        """Refuse a call x [B, T, H] that does not fit, before anything is written."""
+        """Refuse a call x [B, T, H] that would silently compute nonsense, before a write."""
         batch, _, capacity, _ = self.keys[0].shape
-        if x.shape[0] != batch:  # one row would broadcast over all of them without a word
-            raise ValueError(f"the KV cache has {batch} rows, the call has {x.shape[0]}")
-        if self.length + x.shape[1] > capacity:
-            raise ValueError(f"the KV cache has room for {capacity} tokens: {self.length} are "
-                             f"filled and the call brings {x.shape[1]} more")
-        if x.dtype != self.keys[0].dtype:
-            raise ValueError(f"the KV cache holds {self.keys[0].dtype}, the model {x.dtype}")
+        if x.shape[0] != batch or self.length + x.shape[1] > capacity:
+            raise ValueError(f"the KV cache has {batch} rows for {capacity} tokens, {self.length} "
+                             f"filled: no room for {tuple(x.shape[:2])} more")
         if self.needs_mask and attention_mask is None:
-            raise ValueError("the KV cache was filled under an attention mask: pass the mask of "
-                             "all tokens so far, or padding would be attended to")
+            raise ValueError("the KV cache was filled under an attention mask: pass it for all "
+                             "tokens so far, or padding would be attended to")
 
     def extend(self, layer, k, v):
         """Append k, v [B, nKV, T, D] of one layer; return all so far, [B, nKV, S, D]."""
@@ -254,25 +194,21 @@ class KVCache:
     def select(self, rows):
         """Keep only these rows (indices or a boolean mask): finished answers need no more work."""
         rows = torch.as_tensor(rows, device=self.keys[0].device)
-        self.keys = [k[rows] for k in self.keys]
-        self.values = [v[rows] for v in self.values]
+        self.keys, self.values = ([x[rows] for x in kept] for kept in (self.keys, self.values))
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. Attention, MLP, block. LoRA later replaces the seven projections, so they are always called as
-#    modules and never read as bare weights.
+# 5. Attention, MLP, block. LoRA replaces projections: called as modules, never read as weights.
 # --------------------------------------------------------------------------------------------------
-
 
 class Attention(nn.Module):
     """softmax(q k^T / sqrt(D) + mask) v, with nH query heads on nKV key/value heads (GQA)."""
-
     def __init__(self, config):
         super().__init__()
         H, D = config.hidden_size, config.head_dim
         nH, nKV = config.num_attention_heads, config.num_key_value_heads
         self.head_dim, self.group = D, nH // nKV
-        # Biases on q, k and v and none on o. A loader that skips them gives fluent garbage.
+        # Biases on q, k, v and none on o. A loader that skips them gives fluent garbage.
         self.q_proj = nn.Linear(H, nH * D, bias=True)
         self.k_proj = nn.Linear(H, nKV * D, bias=True)
         self.v_proj = nn.Linear(H, nKV * D, bias=True)
@@ -290,9 +226,9 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.extend(layer, k, v)  # [B, nKV, S, D], the keys already rotated
 
-        # Each key/value head serves `group` *neighbouring* query heads: 0 0 0 1 1 1. Either it is
-        # repeated for them (n = nH), as the reference does, to whom a plain call is equal bit for
-        # bit; or their queries are stacked for it (n = nKV), which needs no copies.
+        # Each key/value head serves `group` *neighbouring* query heads: 0 0 0 1 1 1. It is repeated
+        # for them (n = nH), as the reference does; or, without copies, their queries are stacked
+        # for it (n = nKV).
         if cache is None and tree is None:
             k, v = k.repeat_interleave(self.group, 1), v.repeat_interleave(self.group, 1)
         n, S = k.shape[1:3]
@@ -300,19 +236,16 @@ class Attention(nn.Module):
         scores = (q @ k.transpose(2, 3)).view(B, -1, T, S) * self.head_dim**-0.5  # [B, nH, T, S]
         if mask is not None:
             scores = scores + mask
-        # Exponentials and their sum in FP32: a long sum in BF16 stops growing when its terms fall
-        # below half a unit of its last place. Only the finished weights are rounded.
+        # Exponentials and their sum in FP32: a long sum in BF16 stops growing.
         weights = scores.softmax(dim=-1, dtype=torch.float32).to(q.dtype)  # [B, nH, T, S]
         mixed = weights.view(B, n, -1, S) @ v  # [B, n, nH / n * T, D]
         mixed = mixed.view(B, -1, T, self.head_dim).transpose(1, 2).reshape(B, T, -1)
-        if tree is not None:
-            mixed = tree.to_nodes(mixed)
+        mixed = mixed if tree is None else tree.to_nodes(mixed)
         return self.o_proj(mixed)  # [B, T, nH * D] -> [B, T, H]
 
 
 class MLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))            (Shazeer 2020, equation 6)"""
-
     def __init__(self, config):
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -325,7 +258,6 @@ class MLP(nn.Module):
 
 class Block(nn.Module):
     """Two additions to the residual stream, each read through its own norm."""
-
     def __init__(self, config):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -339,12 +271,10 @@ class Block(nn.Module):
 
 
 # --------------------------------------------------------------------------------------------------
-# 6. Rows that begin alike. Attention is causal: a token's state depends on the tokens up to it and
-#    on nothing else. So rows agree, state by state, as long as their tokens do. Eight training
-#    prompts open with the same system turn, and the two answers of a pair follow one prompt: of the
-#    tokens of such a batch about half are repeats. Each distinct beginning is computed once.
+# 6. Rows that begin alike. Attention is causal, so rows agree, state by state, as long as their
+#    tokens do: prompts open with one system turn, both answers of a pair follow one prompt. About
+#    half of a batch's tokens are repeats. Each distinct beginning is computed once.
 # --------------------------------------------------------------------------------------------------
-
 
 class PrefixTree:
     """The rows of a batch as a tree; a node is one distinct beginning, known by its last token.
@@ -358,8 +288,7 @@ class PrefixTree:
 
     def __init__(self, input_ids, attention_mask=None):
         real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        nodes = {}  # (parent's node, token) -> node
-        node_of, place = [], []  # node of each of the B * T places; one place of each node
+        nodes, node_of, place = {}, [], []  # (parent, token) -> node; of B * T places; of a node
         for ids, keep in zip(input_ids.tolist(), real.tolist()):
             node = -1
             for token, is_real in zip(ids, keep):
@@ -385,7 +314,6 @@ class PrefixTree:
 # 7. The model. Its modules bear the checkpoint's names, so loading needs no table of renames.
 # --------------------------------------------------------------------------------------------------
 
-
 class Qwen2(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -402,17 +330,19 @@ class Qwen2(nn.Module):
     def forward(self, input_ids, attention_mask=None, cache=None, share_prefixes=False):
         """input_ids [B, T] -> hidden states after the final norm [B, T, H].
 
-        attention_mask  [B, S], nonzero = a real token, padding on either side; S counts the cached
-                        tokens too.
-        share_prefixes  compute what several rows begin with once (section 6); not for calls on a
-                        filled cache. Equal up to rounding; hidden states of padding are arbitrary.
+        attention_mask  [B, S], nonzero = a real token; S counts the cached tokens too.
+        share_prefixes  compute what several rows begin with once (section 6), with no filled cache;
+                        equal up to rounding, and hidden states of padding are arbitrary.
         """
         x = self.model.embed_tokens(input_ids)  # [B, T, H]
         past = 0
         if cache is not None:
             cache.check(x, attention_mask)
             past = cache.length
-        check_mask(attention_mask, x.shape[0], past + x.shape[1])
+        needed = (x.shape[0], past + x.shape[1])  # another shape would broadcast or crash far away
+        if attention_mask is not None and tuple(attention_mask.shape) != needed:
+            raise ValueError(f"attention_mask is {tuple(attention_mask.shape)}, need {needed}: "
+                             "cached tokens count")
         if share_prefixes and past:
             raise ValueError("share_prefixes needs whole rows, but the cache holds their beginning")
 
@@ -430,28 +360,18 @@ class Qwen2(nn.Module):
         return x if tree is None else tree.to_rows(x)
 
     def logits(self, hidden):
-        """hidden [..., H] -> one score for each vocabulary entry [..., V].
-
-        Apart from forward() because V is large: a caller picks the few positions it needs first.
-        """
+        """hidden [..., H] -> [..., V]. Apart from forward() because V is large: a caller picks the
+        few positions it needs first."""
         tied = self.config.tie_word_embeddings
         return F.linear(hidden, self.model.embed_tokens.weight) if tied else self.lm_head(hidden)
-
-
-def check_mask(attention_mask, B, S):
-    """A mask of T columns beside a filled cache would broadcast or crash far from the cause."""
-    if attention_mask is not None and tuple(attention_mask.shape) != (B, S):
-        raise ValueError(f"attention_mask is {tuple(attention_mask.shape)}, need {(B, S)}: "
-                         "cached tokens count")
 
 
 def positions(attention_mask, past, x):
     """Position of each new token, counting real tokens only: [B, T], or [1, T] without a mask.
 
     The trap: under left padding the first real token may sit in column 7, but its position is 0.
-    RoPE sees distances only, so counting columns throughout shifts all angles alike and hides in
-    the rounding (1e-5 of a logit in FP32, 0.1 in BF16). But a prompt counted by its mask and an
-    answer counted by columns are torn 7 positions apart, and every logit of the answer is wrong.
+    A prompt counted by its mask and an answer counted by columns are torn 7 positions apart, and
+    every logit of the answer is wrong.
     """
     if attention_mask is None:
         return torch.arange(past, past + x.shape[1], device=x.device)[None]
@@ -461,12 +381,12 @@ def positions(attention_mask, past, x):
 def additive_mask(attention_mask, past, x):
     """0 where a token may look, the dtype's most negative number elsewhere: [B or 1, 1, T, S].
 
-    Not -inf: a padding row may look nowhere, and its softmax over only -inf would be NaN, which a
-    weight of 0 does not remove (0 * NaN is NaN) and which would so reach real tokens.
+    Not -inf: a padding row may look nowhere; its softmax over only -inf would be NaN, and 0 * NaN
+    is NaN: it would reach real tokens.
     """
     T = x.shape[1]
-    if attention_mask is None and T == 1:
-        return None  # one new token sees everything before it
+    if attention_mask is None and T == 1:  # one new token sees everything before it
+        return None
     columns = torch.arange(past + T, device=x.device)
     visible = (columns <= columns[past:, None])[None]  # [1, T, S]: no look at the future
     if attention_mask is not None:
@@ -476,66 +396,33 @@ def additive_mask(attention_mask, past, x):
 
 
 # --------------------------------------------------------------------------------------------------
-# 8. Loading: every tensor accounted for before any is copied. A checkpoint that only almost fits
-#    gives a model that only almost works, and nothing downstream would notice.
+# 8. Loading: a checkpoint that only almost fits gives a model that only almost works.
 # --------------------------------------------------------------------------------------------------
 
-FLOATING = ("BF16", "F16", "F32", "F64")  # as a safetensors header spells them
-
-
 def load_qwen2(path, config, dtype=torch.bfloat16, device="cpu"):
-    """The frozen model with the weights of a safetensors file, computed in `dtype`."""
+    """The frozen model, computed in `dtype`. ValueError names the file and the tensor that is
+    missing, extra, misshapen or not floating point."""
     if dtype not in (torch.float32, torch.bfloat16):  # FP16 overflows under the additive mask
         raise ValueError(f"dtype is {dtype}, need torch.float32 or torch.bfloat16")
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"{path}: there is no such weights file")
     with torch.device("meta"):  # shapes without memory; the weights come from the file
         model = Qwen2(config)
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    wanted = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            check_tensors(path, file, wanted)
-            # A tensor as read may lie in a memory map of the file. `copy=True` gives every
-            # parameter storage of its own, also where the dtype is already right: roles must not
-            # share weights, and nothing may change when the file does.
+            found = {name: file.get_slice(name) for name in file.keys()}
+            for name in sorted(found.keys() ^ wanted.keys()):
+                raise ValueError(f"{path}: tensor {name} "
+                                 f"{'is missing' if name in wanted else 'has no place here'}")
+            for name, entry in found.items():
+                if entry.get_shape() != wanted[name] or "F" not in entry.get_dtype():
+                    raise ValueError(f"{path}: tensor {name} is {entry.get_dtype()} "
+                                     f"{entry.get_shape()}, need floating point {wanted[name]}")
+            # copy=True: every parameter gets storage of its own, none lies in a map of the file.
             state = {name: file.get_tensor(name).to(device, dtype, copy=True) for name in wanted}
-    except SafetensorError as problem:
-        raise ValueError(explain_broken_file(path, wanted, problem)) from None
+    except SafetensorError as problem:  # cut short, or another kind of file, such as a pointer
+        size = 2 * sum(torch.Size(shape).numel() for shape in wanted.values())
+        raise ValueError(f"{path}: not a complete safetensors file ({problem}): found "
+                         f"{Path(path).stat().st_size} bytes, expected about {size} in BF16; fetch "
+                         "or copy it again") from None
     model.load_state_dict(state, assign=True, strict=True)
     return model.requires_grad_(False).eval()
-
-
-def check_tensors(path, file, wanted):
-    """Same names, same shapes, floating point; else a ValueError that names the tensor."""
-    found = set(file.keys())
-    for name in sorted(set(wanted) - found):
-        raise ValueError(f"{path}: tensor {name} is missing")
-    for name in sorted(found - set(wanted)):
-        raise ValueError(f"{path}: tensor {name} has no place in this model")
-    for name, shape in wanted.items():
-        entry = file.get_slice(name)
-        if tuple(entry.get_shape()) != shape:
-            raise ValueError(f"{path}: tensor {name} is {tuple(entry.get_shape())}, need {shape}")
-        if entry.get_dtype() not in FLOATING:
-            raise ValueError(f"{path}: tensor {name} holds {entry.get_dtype()}, need one of "
-                             f"{', '.join(FLOATING)}")
-
-
-def explain_broken_file(path, wanted, problem):
-    """One line for a file that is no whole safetensors file: its size, the right size, a remedy."""
-    size = Path(path).stat().st_size
-    with open(path, "rb") as file:
-        start = file.read(8)
-        length = int.from_bytes(start, "little")  # a file opens with the length of its header
-        header = file.read(length) if 8 < 8 + length <= size else b""
-    if start == b"version ":
-        problem = "it is a git-lfs pointer, a note that stands for the weights"
-    try:
-        ends = [entry["data_offsets"][1] for name, entry in json.loads(header).items()
-                if name != "__metadata__"]
-        expected = f"{8 + length + max(ends)}"
-    except (ValueError, KeyError, TypeError, IndexError):  # no header to go by
-        parameters = sum(torch.Size(shape).numel() for shape in wanted.values())
-        expected = f"about {2 * parameters} (in BF16)"
-    return (f"{path}: not a complete safetensors file ({problem}): found {size} bytes, expected "
-            f"{expected}; delete it and download or copy it again")
