@@ -193,6 +193,25 @@ TINY_SETTINGS = {"sft_lr": 2.5e-4, "sft_answers": 180, "reward_lr": 5e-4, "ppo_a
 # more; a repair needs a new revision of the corpus and a new test (which is what v2 is).
 # All splits share the six actions and the thirty troubles: a test family is a new pairing of a
 # trouble and a place, a probe has a new place. So nothing here measures wide generalisation.
+#
+# A family is a trouble in a place; i numbers it, 40 families an action. A prompt shows a note
+# number, and each family has five preference pairs. In v1 the note names the design of the pair:
+#
+#     note  chosen                   rejected
+#     0     right, hedged            wrong, over-certain
+#     1     right, plain             wrong, hedged, polite
+#     2     right, hedged, polite    wrong, plain
+#     3     right, hedged            right, over-certain, polite
+#     4     right, plain, polite     wrong, hedged
+#
+# v2 rotates the notes over the designs, and lets both answers of a pair share their style wherever
+# relevance is meant to decide:
+#
+#     0     right, hedged, (polite)  wrong, hedged, the same politeness
+#     1     right, plain, (polite)   wrong, plain, the same politeness
+#     2     right, plain             wrong, hedged, polite
+#     3     right, hedged, polite    wrong, plain
+#     4     right, hedged, (polite)  right, over-certain, the other politeness
 
 CORPUS_SEED = 49                # the split of the families; not settable, it *is* the corpus
 ACTIONS = (                     # (advice, five ways in which somebody describes the trouble)
@@ -608,6 +627,13 @@ def build_role(name: str, model: Qwen2, seed: int = 49, rank: int = 8, alpha: fl
 # ==================================================================================================
 # 5 · From hidden states to log-probability, value, score, and a next token
 # ==================================================================================================
+# A hidden state knows the tokens up to its own, and predicts the next one:
+#
+#     column      P-2  P-1 |  P   P+1  P+2
+#     token        p    p  |  r    r   EOS
+#     logp, value       r     r   EOS             of a token: read one column before it
+#     score                           here        of a response: read at its last token
+#
 # Invariant: each is read at positions found from the mask, so padding changes nothing. The mistake:
 # hidden[:, -1] for the judge's score; under padding the reward model then looks at PAD.
 
@@ -1345,6 +1371,11 @@ def phase_resume(run: Run) -> None:
 # learned judge and by the rubric, and both stand side by side. Invariant: bad advice stays visible;
 # success keeps every output in its denominator. The mistake: calling the judge's score "human
 # usefulness". It is a predicted score of simulated preferences, and no human took part.
+#
+# Five populations, because averages hide: the test prompts, the 80 probe rows, their 20 distinct
+# contexts, and both unions. Success is counted over every answer. Relevance, over-certainty and
+# politeness are counted over the answers that the rubric recognizes: of other prose it can't say.
+# Each rate has an interval over families, since five prompts of one family are one situation.
 
 # Whose adapters; None means fresh ones with B = 0, which is the base itself.
 ACTORS = {"base": None, "sft": "sft", "ppo": "ppo/actor"}
@@ -1956,7 +1987,11 @@ def sha256_file(path: Path) -> str:
 
 
 def say(text: str, stream=None) -> None:
-    print(text, file=stream or sys.stdout, flush=True)
+    """Print now; a reader that left (| head, | tee after Ctrl-C) does not stop the work."""
+    try:
+        print(text, file=stream or sys.stdout, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), (stream or sys.stdout).fileno())
 
 
 class Progress:
@@ -2226,14 +2261,14 @@ class Run:
 
     def note(self) -> str:
         """What every table of results must say about the model it speaks of."""
-        if self.model == "qwen":
+        files = self.done("base")["files"] if self.is_done("base") else {}
+        digest = next((d for name, d in files.items() if name.endswith("model.safetensors")), "")
+        if self.model == "qwen" or digest == PINNED_SHA256["model.safetensors"]:
             return f"{PINNED} at {PINNED_COMMIT[:12]}"
-        digests = [digest[:12] for name, digest in (self.done("base")["files"].items() if
-                   self.is_done("base") else ()) if name.endswith("model.safetensors")]
-        place = "" if self.model == "tiny" else " ".join([self.model, "sha256", *digests])
-        return f"NOT the pinned model: {place}" if not is_tiny(self.model) else (
-            "tiny model, pretrained on the task's own language: it illustrates the mechanism and "
-            f"says nothing about the pinned model {place}".rstrip())
+        place = "" if self.model == "tiny" else f" ({self.model}, sha256 {digest[:12]})"
+        return ("tiny model, pretrained on the task's own language: it illustrates the mechanism "
+                "and says nothing about the pinned model" if is_tiny(self.model) else
+                "NOT the pinned model") + place
 
     def origin(self) -> dict[str, str]:
         """Part of every result that is written."""
@@ -2410,7 +2445,7 @@ def environment(device: torch.device) -> dict:
 NOT_CLAIMED = """\
 Preferences and rubric are synthetic; no human took part. All splits share six actions: no wide
 generalisation is measured. Intervals: 95 % over families; where none of 36 families fails, up to
-8 % may (rule of three). 780 answers are not 780 independent situations: 200 prompts are distinct."""
+8 % may (rule of three). 780 answers are not 780 situations: 200 prompts are distinct."""
 
 
 def table(rows: list[list], form: str = ".0%") -> str:
@@ -2517,7 +2552,8 @@ def run_figures(run: Run) -> dict[str, float | None]:
         for name, part in parts.items():
             if name in ("test", "probe_contexts"):
                 figures |= {f"{name}, {actor}: {key}": value for key, value in part.items()
-                            if key.endswith("rate") or key.startswith("mean_") and key[-3:] != "_ci"}
+                            if key.endswith("rate")
+                            or key.startswith("mean_") and not key.endswith("_ci")}
                 if part["change"]:
                     figures[f"{name}, {actor}: change of success rate"] = \
                         part["change"]["rubric_success"]["mean"]
@@ -2635,7 +2671,7 @@ def open_run(folder: Path | None, model: str = "auto", corpus: str | None = None
     run = Run(folder, model, corpus or stored.get("corpus", "v1"),
               dataclasses.replace(config, **(settings or {})), chosen, stored.get("phases", {}))
     for name, value in (settings or {}).items():
-        for phase in run.phases:
+        for phase in filter(run.phases.get, NEEDS):
             if config.read_by(phase).get(name, value) != value:
                 raise CourseError(f"--set {name}={value}: phase {phase} of {folder} has already "
                                   f"read {name} = {getattr(config, name)}; use another --out")
@@ -2719,8 +2755,8 @@ def execute(args) -> None:
     if args.again:
         first = "base" if args.phase == "all" else args.phase
         for phase in [first, *(later for later, needs in NEEDS.items() if first in needs)]:
-            shutil.rmtree(run.path(phase), ignore_errors=True)
-            run.phases.pop(phase, None)
+            if run.phases.pop(phase, None) or phase == "lesson":
+                shutil.rmtree(run.path(phase), ignore_errors=True)
     if not run.phases:
         say("two CPU cores need for the whole course " + (
             "about 3 minutes, 0.6 GB of memory, 20 MB on disk" if is_tiny(run.model) else
@@ -2751,6 +2787,8 @@ def main(argv: list[str] | None = None) -> int:
     except Stopped as stop:
         say(stop.args[0])
         return 128 + stop.args[1]
+    except KeyboardInterrupt:
+        return 130
     except (CourseError, OSError, MemoryError) as error:
         say("error: " + " ".join(str(error).split() or ["out of memory"]), sys.stderr)
         return 1
