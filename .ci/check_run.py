@@ -26,9 +26,10 @@ claims = {
     "3 x 260 answers": answers == [260, 260, 260],
     "80 probes": read("probes/results.json")["rows"] == 80,
     "under 6 minutes": sum(phase["seconds"] for phase in phases.values()) < 360,
-    "under 4 GB": max(phase["peak_memory_mb"] or 0 for phase in phases.values()) < 4096,
+    "at most 0.7 GB": max(phase["peak_memory_mb"] or 0 for phase in phases.values()) <= 700,
+    "base/ at most 8 MB": sum(f.stat().st_size for f in (run / "base").iterdir()) <= 8 << 20,
     "base is mediocre on validation (5-60 %)": 0.05 <= greedy[0] <= 0.60,
-    "SFT reaches 80 % on validation": greedy[-1] >= 0.80,
+    "SFT leaves room on validation (60-85 %)": 0.60 <= greedy[-1] <= 0.85,
     "judge is right on 85 % of the validation pairs": reward["validation"][-1]["accuracy"] >= 0.85,
     "judge score rises in PPO": sum(scores[-20:]) > sum(scores[:20]),
 }
