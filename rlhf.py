@@ -2167,8 +2167,10 @@ def audit_corpus(revision: str, corpus: dict[str, list[dict]]) -> dict:
         "no family crosses splits; demonstrations and rollouts: exactly the train families":
             len({*families[0], *families[1], *families[2]}) == 240
             and families[0] == families[3] == families[4],
-        "2,040 distinct prompts, probes new": len(prompts) == len({*prompts}) == 2040
-            and not {*prompts} & {row["prompt"] for row in parts[5]},
+        "2,040 distinct prompts; probe families and prompts are new":
+            len(prompts) == len({*prompts}) == 2040
+            and not {*prompts, *families[0], *families[1], *families[2]}
+            & {*families[5], *(row["prompt"] for row in parts[5])},
         "chosen passes, rejected fails; demonstrations pass": all(
             passes(row, "chosen") > passes(row, "rejected") for rows in parts[:3] for row in rows)
             and all(passes(row, "completion") for row in parts[3]),
