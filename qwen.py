@@ -84,7 +84,7 @@ class Qwen2Config:
             raw = dict(json.loads(Path(path).read_text(encoding="utf-8")))
         except (ValueError, TypeError) as problem:  # not JSON, not UTF-8, no object
             raise ValueError(f"{path}: not a JSON object ({problem})") from None
-        raw = {"model_type": None, **(raw.get("rope_parameters") or {}), **raw}  # newer writers
+        raw = {"model_type": None, **raw, **(raw.get("rope_parameters") or {})}  # newer writers
         for name, value in ONLY_IMPLEMENTED.items():
             if raw.get(name, value) != value:
                 raise ValueError(f"{path}: {name} is {raw[name]!r}, only {value!r} is implemented")
@@ -95,7 +95,7 @@ class Qwen2Config:
             value = raw.get(name)
             value = float(value) if kind is float and type(value) is int else value
             if type(value) is not kind or kind is not bool and not value > 0:
-                raise ValueError(f"{path}: {name} is {value!r}, need a positive {kind.__name__}")
+                raise ValueError(f"{path}: {name} is {value!r}, need a {kind.__name__} above 0")
             fields[name] = value
         config = cls(**fields)
         if config.hidden_size % (2 * config.num_attention_heads) \
@@ -123,9 +123,9 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x):
-        exact = x.float()  # and rounded *before* the weight multiplies: two roundings, not one
+        exact = x.float()  # squares of BF16 numbers lose too much
         scale = torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + self.eps)  # [..., 1]
-        return self.weight * (exact * scale).to(x.dtype)
+        return self.weight * (exact * scale).to(x.dtype)  # two roundings, not one
 
 
 # --------------------------------------------------------------------------------------------------
@@ -398,6 +398,7 @@ def additive_mask(attention_mask, past, x):
 # --------------------------------------------------------------------------------------------------
 # 8. Loading: a checkpoint that only almost fits gives a model that only almost works.
 # --------------------------------------------------------------------------------------------------
+FLOATING = ("BF16", "F16", "F32", "F64")
 
 def load_qwen2(path, config, dtype=torch.bfloat16, device="cpu"):
     """The frozen model, computed in `dtype`. ValueError names the file and the tensor that is
@@ -414,9 +415,9 @@ def load_qwen2(path, config, dtype=torch.bfloat16, device="cpu"):
                 raise ValueError(f"{path}: tensor {name} "
                                  f"{'is missing' if name in wanted else 'has no place here'}")
             for name, entry in found.items():
-                if entry.get_shape() != wanted[name] or "F" not in entry.get_dtype():
+                if entry.get_shape() != wanted[name] or entry.get_dtype() not in FLOATING:
                     raise ValueError(f"{path}: tensor {name} is {entry.get_dtype()} "
-                                     f"{entry.get_shape()}, need floating point {wanted[name]}")
+                                     f"{entry.get_shape()}, need {FLOATING} {wanted[name]}")
             # copy=True: every parameter gets storage of its own, none lies in a map of the file.
             state = {name: file.get_tensor(name).to(device, dtype, copy=True) for name in wanted}
     except SafetensorError as problem:  # cut short, or another kind of file, such as a pointer

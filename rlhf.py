@@ -2694,8 +2694,8 @@ def run_phase(run: Run, phase: str) -> None:
         same = done["environment"]["script"] == environment(run.device)["script"]
         return say(f"{phase}: done already" + ("" if same else (
             f", by another version of this script; --phase {phase} --again runs it anew")))
-    if phase in NEEDS:
-        run.identity(phase)     # verifies corpus and earlier phases before the guard rises
+    for needed in (*NEEDS.get(phase, ()), *({phase} & NEEDS.keys())):
+        run.identity(needed)    # verifies corpus and earlier phases before the guard rises
     if not run.path(phase).exists():      # not a continuation: its time starts at 0
         run.phases.pop(phase, None)
     entry = run.phases.setdefault(phase, {"seconds": 0.0, "peak_memory_mb": None})
