@@ -1708,7 +1708,7 @@ def sft_samples(run: Run) -> list[list[dict]]:
 # The trap first: a finished phase is not run anew by itself, whatever you changed. Copy the run
 # folder, then --phase ppo --again --out COPY (for 4 --phase reward), or begin with another --out.
 # Each was tried once (tiny, v1, seed 49). The last 20 iterations, 80 answers, of unchanged PPO:
-# score +2.61, rubric 57.5%, log-ratio +0.021. That is one seed each: what can happen, not what does.
+# score +2.61, rubric 57.5%, log-ratio +0.021. One seed each: what can happen, not what does.
 # 1 Whitening. In credit, for the return (returns stay as they are: the critic needs their unit):
 #       a, r = (padded(column, mask) for column in zip(*rows))
 #       return torch.where(mask, (a - a[mask].mean()) / (a[mask].std() + 1e-8), 0.0), r
@@ -1720,8 +1720,8 @@ def sft_samples(run: Run) -> list[list[dict]]:
 #       logp = padded([token_logprobs(logits, batch.response_ids[mask])], mask)
 #       entropy = padded([torch.distributions.Categorical(logits=logits).entropy()], mask)
 #       loss = loss - 0.01 * response_mean(entropy, mask).mean()
-#   Expect more varied answers. Tried: mean -old_logp 0.27 instead of 0.14 nats a token, score +2.27,
-#   rubric 22.5%, log-ratio +0.577: broken sentences again, some of which the judge likes.
+#   Expect more varied answers. Tried: mean -old_logp 0.27 nats a token instead of 0.14, score
+#   +2.27, rubric 22.5%, log-ratio +0.577: broken sentences again, some of which the judge likes.
 # 3 GRPO (Shao et al.). In credit, for all of it; then `picked =` of learn_ppo:
 #       total = rewards.sum(1, keepdim=True)  # [B, 1]: the group is the iteration
 #       return torch.where(mask, (total - total.mean()) / (total.std() + 1e-4), 0.0), total * mask
@@ -1730,7 +1730,8 @@ def sft_samples(run: Run) -> list[list[dict]]:
 #   +2.96, rubric 37.5%, log-ratio +0.066; it saw 100 prompts, not 400 (the 80 answers have 20).
 # 4 DPO (Rafailov et al., eq. 7). pair_scores takes `ref` too, for `scores =`; then learn_reward:
 #       batch = collate(prompts * 2, chosen + rejected, device=role.device)
-#       scores = 0.1 * (response_logprobs(role, batch).sum(1) - response_logprobs(ref, batch).sum(1))
+#       logp = lambda role: response_logprobs(role, batch).sum(1)
+#       scores = 0.1 * (logp(role) - logp(ref))
 #       reward, ref = run.role("actor", "sft", trainable=True), run.role("reference", "sft")
 #   Loop gets {"reward": reward, "reference": ref}; validate_sft(run, reward, update + 1, True) for
 #   validate_reward. Expect loss 0.693 at first; no judge, so no PPO after it. Tried: greedy rubric
