@@ -1705,37 +1705,36 @@ def sft_samples(run: Run) -> list[list[dict]]:
 
 
 # -- Change it yourself ----------------------------------------------------------------------------
-# The trap first: a finished phase is not run anew by itself, whatever you changed. Copy the run
-# folder, then --phase ppo --again --out COPY (for 4 --phase reward), or begin with another --out.
-# Each was tried once (tiny, v1, seed 49). The last 20 iterations, 80 answers, of unchanged PPO:
-# score +2.61, rubric 57.5%, log-ratio +0.021. One seed each: what can happen, not what does.
-# 1 Whitening. In credit, for the return (returns stay as they are: the critic needs their unit):
+# The trap first: a finished phase is not run anew by itself. Use --phase ppo --again (for 4 --phase
+# reward --again) on a copy of the run folder, or another --out. Each tried once: tiny, v1, seed 49,
+# last 20 iterations, 80 answers. Unchanged PPO: score +2.61, rubric 57.5%, log-ratio +0.021.
+# 1 Whitening. In credit, for the return (the returns stay as they are, in the critic's unit):
 #       a, r = (padded(column, mask) for column in zip(*rows))
 #       return torch.where(mask, (a - a[mask].mean()) / (a[mask].std() + 1e-8), 0.0), r
-#   Expect pushes that do not depend on the score's unit, and small advantages blown up.
-#   Tried: score +2.79, rubric 17.5%, log-ratio +0.445; 55 of the 80 were no whole sentences.
-# 2 Entropy bonus. In update_actor, for `logp, mask =`; the last two below `loss =`:
+#   Expect pushes free of the score's unit, small advantages blown up. Tried: score +2.79, rubric
+#   17.5%, log-ratio +0.445; 55 of the 80 uncertified (broken sentences; unchanged: 3).
+# 2 Entropy bonus. In update_actor, for `logp, mask =`; the last two lines below `loss =`:
 #       actor, mask = loop.roles["actor"], batch.mask
 #       logits = actor.model.logits(prefix_hidden(actor, batch)[mask]).float()  # [tokens, V]
 #       logp = padded([token_logprobs(logits, batch.response_ids[mask])], mask)
 #       entropy = padded([torch.distributions.Categorical(logits=logits).entropy()], mask)
 #       loss = loss - 0.01 * response_mean(entropy, mask).mean()
-#   Expect more varied answers. Tried: mean -old_logp 0.27 nats a token instead of 0.14, score
-#   +2.27, rubric 22.5%, log-ratio +0.577: broken sentences again, some of which the judge likes.
-# 3 GRPO (Shao et al.). In credit, for all of it; then `picked =` of learn_ppo:
+#   Expect more varied answers. Tried: -old_logp 0.27 nats a token (unchanged: 0.14), score +2.27,
+#   rubric 22.5%, log-ratio +0.577; 52 uncertified, 3 undecodable.
+# 3 GRPO (Shao et al.). In credit, for its whole body; in learn_ppo, for `picked =`:
 #       total = rewards.sum(1, keepdim=True)  # [B, 1]: the group is the iteration
 #       return torch.where(mask, (total - total.mean()) / (total.std() + 1e-4), 0.0), total * mask
 #       picked = [prompts[i] for i in loop.draw(1, len(prompts))] * cfg.ppo_prompts
-#   and the critic's rate in Loop(...) is 0.0. Expect no push from four equal answers. Tried: score
-#   +2.96, rubric 37.5%, log-ratio +0.066; it saw 100 prompts, not 400 (the 80 answers have 20).
-# 4 DPO (Rafailov et al., eq. 7). pair_scores takes `ref` too, for `scores =`; then learn_reward:
+#   The critic's rate in Loop(...) becomes 0.0. Expect no push from four equal answers, and 100
+#   prompts instead of 400. Tried: score +2.96, rubric 37.5%, log-ratio +0.066; 14 uncertified.
+# 4 DPO (Rafailov et al., eq. 7). pair_scores gets a third argument ref and the first two lines for
+#   `scores =`; learn_reward the third for `reward =`, {"reward": reward, "reference": ref} in Loop,
+#   pair_scores(reward, group, ref), validate_sft(run, reward, update + 1, True) at the epoch's end:
 #       batch = collate(prompts * 2, chosen + rejected, device=role.device)
-#       logp = lambda role: response_logprobs(role, batch).sum(1)
-#       scores = 0.1 * (logp(role) - logp(ref))
+#       scores = 0.1 * (response_logprobs(role, batch) - response_logprobs(ref, batch)).sum(1)
 #       reward, ref = run.role("actor", "sft", trainable=True), run.role("reference", "sft")
-#   Loop gets {"reward": reward, "reference": ref}; validate_sft(run, reward, update + 1, True) for
-#   validate_reward. Expect loss 0.693 at first; no judge, so no PPO after it. Tried: greedy rubric
-#   on 180 validation prompts 76.7% -> 69.4%; wrong action 42 -> 4, broken sentences 0 -> 51.
+#   Expect loss 0.693 at first, no judge for PPO. Tried: greedy rubric on 180 validation prompts
+#   76.7% -> 69.4%; irrelevant_action 42 -> 4, uncertified 0 -> 51. All this is one seed each.
 
 # ==================================================================================================
 # THE LECTURE ENDS HERE. Below is the machine room: what makes it run, stop, resume and report.
@@ -2682,8 +2681,9 @@ def parse_setting(text: str) -> tuple[str, int | float | str]:
 
 
 def open_run(folder: Path | None, model: str = "auto", corpus: str | None = None,
-             device: str = "auto", settings: dict | None = None) -> Run:
-    """Find or begin a run folder, which keeps the model and the corpus it was made with."""
+             device: str = "auto", settings: dict | None = None, redo: tuple = ()) -> Run:
+    """Find or begin a run folder, which keeps the model and the corpus it was made with; what the
+    phases have read is settled, those in `redo` not counted."""
     if model not in ("auto", "tiny", "qwen"):
         model = str(Path(model).expanduser().resolve())
     where = pinned_weights(False) if model == "auto" else None
@@ -2708,7 +2708,7 @@ def open_run(folder: Path | None, model: str = "auto", corpus: str | None = None
               dataclasses.replace(config, **(settings or {})), chosen, stored.get("phases", {}))
     for name, value in (settings or {}).items():
         for phase in filter(run.phases.get, NEEDS):
-            if config.read_by(phase).get(name, value) != value:
+            if phase not in redo and config.read_by(phase).get(name, value) != value:
                 raise CourseError(f"--set {name}={value}: phase {phase} of {folder} has already "
                                   f"read {name} = {getattr(config, name)}; use another --out")
     say(f"model {model} (the pinned weights are at {where or 'no known place'}; --model qwen "
@@ -2783,16 +2783,17 @@ def execute(args) -> None:
     torch.set_deterministic_debug_mode("error")
     if args.phase == "lesson":
         return phase_lesson(args.out or HERE / "out", args.device)
-    run = open_run(args.out, args.model, args.corpus, args.device, dict(args.set))
+    first = "base" if args.phase == "all" else args.phase
+    redo = (first, *(later for later, needs in NEEDS.items() if first in needs)) \
+        if args.again else ()
+    run = open_run(args.out, args.model, args.corpus, args.device, dict(args.set), redo)
     if args.phase == "ask":
         for needed in NEEDS["evaluate"]:
             run.done(needed)
         return phase_ask(run, args.prompt)
-    if args.again:
-        first = "base" if args.phase == "all" else args.phase
-        for phase in [first, *(later for later, needs in NEEDS.items() if first in needs)]:
-            if run.phases.pop(phase, None) or phase == "lesson":
-                shutil.rmtree(run.path(phase), ignore_errors=True)
+    for phase in redo:
+        if run.phases.pop(phase, None) or phase == "lesson":
+            shutil.rmtree(run.path(phase), ignore_errors=True)
     if not run.phases:
         say("two CPU cores need for the whole course " + (
             "about 3 minutes, 0.6 GB of memory, 20 MB on disk" if is_tiny(run.model) else
