@@ -1300,9 +1300,9 @@ def loop_state(loop: Loop) -> dict:
 def restore(loop: Loop, state: dict, source: Path | str) -> None:
     """Take over a saved state, after checking that it belongs to exactly this loop."""
     for part, value in loop_state(loop).items():
-        inside = value if isinstance(value, dict) and part != "history" else {}
-        for name in sorted(map(str, {part} - {*state} or {*inside} - {*state[part]})):
-            raise CourseError(f"{source}: {part} {name} is missing")
+        inside = value if isinstance(value, dict) and part != "history" else ()
+        if part not in state or any(name not in state[part] for name in inside):
+            raise CourseError(f"{source}: {part} is missing or lacks one of {[*inside]}")
     for name, role in loop.roles.items():
         copy_learned(role, state["learned"][name], source)
     for name, optimizer in loop.optimizers.items():
