@@ -2434,9 +2434,9 @@ class Run:
     def save(self) -> None:
         write(self.folder / "run.json", {
             "model": self.model, **self.origin(), "config": dataclasses.asdict(self.config),
-            "environment": environment(self.device), "phases": self.phases,
-            "digests": {phase: self.done(phase)["files"] for phase in ("base", *LEARN)
-                        if self.is_done(phase)}})
+            "environment": environment(self.device), "phases": self.phases, "digests": {
+                phase: self.done(phase)["files"] for phase in ("base", *LEARN)
+                if self.is_done(phase)}})
 
 
 def phase_learn(run: Run, phase: str) -> None:
@@ -2774,8 +2774,8 @@ def command_line() -> argparse.ArgumentParser:
     add("--set", type=parse_setting, action="append", default=[], metavar="name=value",
         help="any config field, repeatable")
     add("--again", action="store_true", help="remove this phase and what follows from it first")
-    add("--prompt", metavar="TEXT", help="the question for --phase ask; --prompt=TEXT if it begins "
-        "with a dash")
+    add("--prompt", type=lambda text: text.encode().decode(), metavar="TEXT",
+        help="the question for --phase ask; --prompt=TEXT if it begins with a dash")
     return parser
 
 
