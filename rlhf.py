@@ -1473,6 +1473,13 @@ def answer_held_out(run: Run, name: str) -> list[dict]:
     return [answers[row["id"]] for row in test + probes]
 
 
+@functools.cache
+def family_draws(families: int, draws: int) -> np.ndarray:
+    """How often each family is drawn in each of the bootstrap's draws, always the same."""
+    return np.random.default_rng(CORPUS_SEED).multinomial(
+        families, [1 / families] * families, size=draws)
+
+
 def family_mean(rows: list[dict], value, draws: int = 10_000) -> tuple:
     """Mean of value(row), and its 95 % percentile bootstrap interval; (None, None) without rows.
 
@@ -1486,8 +1493,7 @@ def family_mean(rows: list[dict], value, draws: int = 10_000) -> tuple:
     for row in rows:
         sums[families.index(row["family"])] += value(row)
         counts[families.index(row["family"])] += 1
-    drawn = np.random.default_rng(CORPUS_SEED).multinomial(
-        len(families), [1 / len(families)] * len(families), size=draws)  # [draws, families]
+    drawn = family_draws(len(families), draws)  # [draws, families]
     return fmean(value(row) for row in rows), np.percentile(
         (drawn @ sums) / (drawn @ counts), [2.5, 97.5]).tolist()
 
