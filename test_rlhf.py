@@ -1360,6 +1360,18 @@ def assert_gradients(role, expected=None):
     return ours
 
 
+def test_sft_supervises_the_pinned_eos():
+    role = mini_role(config=mini_config(151936, hidden=8, layers=1), disturbed=1)
+    examples, loss = [([5, EOS_ID, 7], [1, 2, EOS_ID]), ([8], [PAD_ID, EOS_ID])], 0.0
+    for prompt, answer in examples:
+        logits = role.model.logits(role.model(torch.tensor([prompt + answer])))[0]
+        loss = loss - logits[len(prompt) - 1:-1].log_softmax(-1)[range(len(answer)), answer].sum()
+    (loss / 5).backward()
+    expected = assert_gradients(role)
+    assert rlhf.sft_gradient(role, examples, 2) == pytest.approx(loss.item() / 5, rel=1e-5)
+    assert_gradients(role, expected)
+
+
 def test_micro_batches_of_two_and_ten_targets_give_the_gradient_of_one_batch():
     role, loss = mini_role(disturbed=1), 0.0
     for prompt, answer in EXAMPLES:      # the oracle: unpadded rows, plain softmax
