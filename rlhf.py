@@ -2610,10 +2610,13 @@ def run_figures(run: Run) -> dict[str, float | None]:
     return figures
 
 
+COMPARED = (*LEARN, "evaluate", "probes")       # what a run must have finished
+
+
 def phase_lesson(folder: Path, device: str) -> None:
     """Compare the finished runs directly inside `folder`; writes lesson.json and lesson.html."""
     runs = [open_run(path.parent, device=device) for path in sorted(folder.glob("*/run.json"))]
-    runs = [run for run in runs if all(map(run.is_done, PHASES[2:-1]))]
+    runs = [run for run in runs if all(map(run.is_done, COMPARED))]
     bases = {run.folder.name: run.identity("sft")["base: model.safetensors"] for run in runs}
     if len({*bases.values()}) != 1:
         raise CourseError(f"{folder} must hold finished runs (--phase all --out {folder / 'NAME'}) "
@@ -2623,7 +2626,7 @@ def phase_lesson(folder: Path, device: str) -> None:
     figures: dict = collections.defaultdict(lambda: collections.defaultdict(list))
     seeds = collections.defaultdict(list)
     for run in runs:
-        for phase in PHASES[2:-1]:
+        for phase in COMPARED:
             run.done(phase)
         run.stop.install()
         group = " ".join([run.corpus, *(f"{key}={getattr(run.config, key)}" for key in differ)])
