@@ -178,7 +178,8 @@ class Config:
             or not name.startswith(prefixed) and name not in of_ppo)}
 
 
-# Chosen once, on training and validation prompts of three seeds (README says how).
+# sft_lr: greedy success on validation prompts is then 77, 78, 78 % with seeds 49, 1049, 2049. PPO's
+# rates are the first draft's: too rough for some seeds, see README.
 TINY_SETTINGS = {"sft_lr": 2.5e-4, "sft_answers": 180, "reward_lr": 5e-4, "ppo_actor_lr": 3e-4,
                  "ppo_critic_lr": 2e-3, "dtype": "float32"}
 
