@@ -39,16 +39,13 @@ HERE = Path(rlhf.__file__).resolve().parent
 REFERENCE = HERE / "data" / "reference"
 
 
-# ==================================================================================================
-# Helpers of all parts: small random models, roles, batches; damage to files
-# ==================================================================================================
+# == Helpers of all parts: small random models, roles, batches; damage to files ====================
 
 def mini_config(vocab=40, hidden=16, layers=2, heads=4, kv_heads=2, tied=True):
     return Qwen2Config(
         vocab_size=vocab, hidden_size=hidden, intermediate_size=2 * hidden + 5,
         num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
         rms_norm_eps=1e-6, rope_theta=1e6, tie_word_embeddings=tied)
-
 
 def mini_model(config=None, seed=0, dtype=torch.float32):
     """A frozen Qwen2 with random weights that are exact in BF16, so that both dtypes hold them."""
@@ -59,7 +56,6 @@ def mini_model(config=None, seed=0, dtype=torch.float32):
             noise = torch.randn(p.shape, generator=generator)
             p.copy_((1 + 0.2 * noise if "norm" in name else 0.25 * noise).bfloat16())
     return model.to(dtype).requires_grad_(False).eval()
-
 
 def mini_role(name="actor", head=None, trainable=True, seed=49, config=None, dtype=torch.float32,
               disturbed=None):
@@ -74,7 +70,6 @@ def mini_role(name="actor", head=None, trainable=True, seed=49, config=None, dty
                 p.add_(0.1 * torch.randn(p.shape, generator=generator))
     return role
 
-
 def mini_checkpoint(folder, model):
     """config.json and model.safetensors (BF16) as a user has them; returns the weights' path."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -83,22 +78,18 @@ def mini_checkpoint(folder, model):
               folder / "model.safetensors", metadata={"format": "pt"})
     return folder / "model.safetensors"
 
-
 def random_ids(*shape, seed=0, vocab=40):
     return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(seed))
-
 
 def rows_of(*lengths):
     """A boolean mask with that many leading ones a row."""
     return torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-
 
 def gap(a, b):
     """The largest absolute difference."""
     a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (a, b))
     assert a.shape == b.shape, f"{tuple(a.shape)} beside {tuple(b.shape)}"
     return (a - b).abs().max().item()
-
 
 def edit_json(path, change):
     """Apply change(content) to a JSON file in place; one with a seal gets a right one again."""
@@ -107,19 +98,16 @@ def edit_json(path, change):
     change(content)
     (rlhf.write_sealed if sealed else rlhf.write)(path, content)
 
-
 def edit_tensors(path, change):
     """The same for a safetensors file."""
     content = load_file(path)
     change(content)
     save_file(content, path, metadata={"format": "pt"})
 
-
 @pytest.fixture(scope="session")
 def pinned():
     """The pinned tokenizer."""
     return rlhf.Tokens()
-
 
 def run_main(capsys, *argv):
     """rlhf.main in this process: (exit status, standard output, standard error)."""
@@ -129,16 +117,13 @@ def run_main(capsys, *argv):
         torch.set_deterministic_debug_mode("default")
 
 
-# ==================================================================================================
-# The forward (qwen.py)
-# ==================================================================================================
+# == The forward (qwen.py) =========================================================================
 # Three oracles: committed logits of transformers, transformers itself where it is installed, and
 # the equations in NumPy. Then the cache, padding, common beginnings, loading.
 
 def reference_model(name):
     config = Qwen2Config.from_json(REFERENCE / f"{name}.json")
     return load_qwen2(REFERENCE / f"{name}.safetensors", config, dtype=torch.float32)
-
 
 @pytest.mark.parametrize("name", ["tied", "untied"])
 def test_logits_equal_the_committed_transformers_logits(name):
@@ -152,9 +137,7 @@ def test_logits_equal_the_committed_transformers_logits(name):
     assert gap(padded[real], want["padded_logits"][real]) < 1e-5, \
         "only the padded forward is off: position ids or mask"
 
-
 GROUPINGS = [(4, 4, 8, 2), (14, 2, 8, 2), (4, 2, 16, 3), (6, 1, 6, 2), (14, 2, 64, 1)]
-
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("heads, kv_heads, head_dim, layers", GROUPINGS)
@@ -182,7 +165,6 @@ def test_live_transformers_logits_are_bitwise_ours(
             assert torch.equal(ours.logits(ours(ids, mask))[real], padded[real]), f"{dtype}, {T}"
     theirs.config.save_pretrained(tmp_path / "again")   # moves rope_theta to rope_parameters
     assert Qwen2Config.from_json(tmp_path / "again" / "config.json") == config
-
 
 def numpy_logits(weights, config, ids):
     """FP64, one row, one token, one head at a time: no batch, no cache, no mask; RoPE as complex
@@ -218,14 +200,12 @@ def numpy_logits(weights, config, ids):
     head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
     return torch.from_numpy(norm(x, "model.norm.weight") @ W[head].T)
 
-
 @pytest.mark.parametrize("name", ["tied", "untied"])
 def test_logits_equal_an_independent_numpy_forward(name):
     model, ids = reference_model(name), random_ids(2, 11)
     weights = load_file(REFERENCE / f"{name}.safetensors")
     for row, logits in zip(ids, model.logits(model(ids))):
         assert gap(logits, numpy_logits(weights, model.config, row.numpy())) < 1e-4
-
 
 def test_rmsnorm_uses_the_configs_eps_and_in_bf16_rounds_before_the_weight_and_after():
     generator = torch.Generator().manual_seed(0)
@@ -244,7 +224,6 @@ def test_rmsnorm_uses_the_configs_eps_and_in_bf16_rounds_before_the_weight_and_a
     assert (norm(x) == twice).float().mean() > 0.999  # FP32 and FP64 may straddle a rounding
     assert (once == twice).float().mean() < 0.9, "the two orders must differ, or this is no test"
 
-
 def test_in_bf16_angles_are_rounded_once_and_do_not_depend_on_how_the_model_was_made(tmp_path):
     """By position 200 an angle of 8 bits is off by half a radian: the FP32 forward is left far."""
     config = mini_config(64, hidden=64, layers=1)
@@ -253,7 +232,6 @@ def test_in_bf16_angles_are_rounded_once_and_do_not_depend_on_how_the_model_was_
     assert hidden.dtype == torch.bfloat16
     assert torch.equal(hidden, mini_model(config, dtype=torch.bfloat16)(ids))
     assert (hidden.float() - exact(ids))[:, 200:].pow(2).mean().sqrt() < 0.05, "the state's is 1"
-
 
 def in_chunks(model, ids, sizes, mask=None):
     """Hidden states of ids fed through a cache in pieces of these sizes."""
@@ -264,7 +242,6 @@ def in_chunks(model, ids, sizes, mask=None):
         pieces.append(model(ids[:, start:end], seen, cache=cache))
         assert cache.length == end
     return torch.cat(pieces, dim=1)
-
 
 @pytest.mark.parametrize("name", ["tied", "untied"])
 def test_cached_logits_equal_uncached_for_any_chunking(name):
@@ -279,7 +256,6 @@ def test_cached_logits_equal_uncached_for_any_chunking(name):
         got = model.logits(in_chunks(model, ids, sizes, mask))
         assert gap(got[mask.bool()], padded[mask.bool()]) < 1e-4, f"left padding, {sizes}"
 
-
 CACHE_FAULTS = {
     "too many tokens": lambda m, ids, cache: m(ids[:, :3], torch.ones(2, 7), cache),
     "another number of rows": lambda m, ids, cache: m(ids[:1, 4:], torch.ones(1, 6), cache),
@@ -289,7 +265,6 @@ CACHE_FAULTS = {
                                                            share_prefixes=True),
     "a gradient": lambda m, ids, cache: m.requires_grad_(True)(
         ids, cache=KVCache(m.config, 2, 6, torch.float32))}
-
 
 @pytest.mark.parametrize("fault", CACHE_FAULTS)
 def test_a_cache_refuses(fault):
@@ -301,7 +276,6 @@ def test_a_cache_refuses(fault):
     assert cache.length == 4, "a refused call must leave the cache as it was"
     got = model.requires_grad_(False)(ids[:, 4:], torch.ones(2, 6), cache=cache)
     assert gap(got, model(ids)[:, 4:]) < 1e-4
-
 
 @pytest.mark.parametrize("layout", ["-------xxxxxxxxx", "xxxxxxxxx-------", "---xxxxxxxxx----",
                                     "xxxx-------xxxxx", "--xx--x--xxxxxx-"])
@@ -318,7 +292,6 @@ def test_padding_takes_no_position_and_changes_no_logit_whatever_the_pad_ids(lay
         assert logits.isfinite().all(), "a padding row became NaN"
         outcomes.append(logits[:, real])
     assert all(torch.equal(outcomes[0], other) for other in outcomes), "pad ids leaked"
-
 
 @pytest.mark.parametrize("name", ["tied", "untied"])
 def test_shared_prefixes_change_neither_states_nor_gradients_and_are_computed_once(name):
@@ -345,7 +318,6 @@ def test_shared_prefixes_change_neither_states_nor_gradients_and_are_computed_on
     ids = torch.tensor([[1, 2, 3], [1, 2, 4]])
     assert gap(model(ids, share_prefixes=True).detach(), model(ids).detach()) < 1e-4, "no mask"
 
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_loaded_model_owns_every_byte_and_leaves_the_rng_alone(tmp_path, dtype):
     config, ids, path = mini_config(), random_ids(2, 7), mini_checkpoint(tmp_path, mini_model())
@@ -365,7 +337,6 @@ def test_a_loaded_model_owns_every_byte_and_leaves_the_rng_alone(tmp_path, dtype
     path.write_bytes(bytes(len(content)))  # and the other way round
     assert torch.equal(two(ids), want), "a model depends on another one or on its file"
 
-
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 POINTER = (b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"f" * 64
            + b"\nsize 988097824\n")
@@ -384,7 +355,6 @@ FILE_FAULTS = {
     "within the header": lambda content: content[:50], "other bytes": lambda content: b"{" * 200,
     "a pointer": lambda content: POINTER, "cut": lambda content: content[:-100],
     "longer": lambda content: content + b"xx", "no file": None}
-
 
 @pytest.mark.parametrize("fault", [*TENSOR_FAULTS, *FILE_FAULTS, "FP16"])
 def test_loading_weights_refuses(tmp_path, fault):
@@ -408,9 +378,7 @@ def test_loading_weights_refuses(tmp_path, fault):
         load_qwen2(path, config, dtype=dtype)
     assert (fault == "FP16" or str(path) in str(error.value)) and "\n" not in str(error.value)
 
-
 PINNED_CONFIG = json.loads((HERE / "config.json").read_text(encoding="utf-8"))
-
 
 @pytest.mark.parametrize("change, field", [     # a change to ... removes the field
     ({"model_type": "llama"}, "model_type"), ({"model_type": ...}, "model_type"),
@@ -432,7 +400,6 @@ def test_a_config_this_forward_does_not_implement_is_refused(tmp_path, change, f
     with pytest.raises(ValueError, match=f"{re.escape(str(path))}.*{field}"):
         Qwen2Config.from_json(path)
 
-
 def test_a_config_survives_its_file(tmp_path):
     path, config = tmp_path / "config.json", Qwen2Config.from_json(HERE / "config.json")
     assert config == Qwen2Config(151936, 896, 4864, 24, 14, 2, 1e-6, 1e6, True)
@@ -442,9 +409,7 @@ def test_a_config_survives_its_file(tmp_path):
     assert Qwen2Config.from_json(path) == config, "where newer writers put it"
 
 
-# ==================================================================================================
-# 1 · Numbers
-# ==================================================================================================
+# == 1 · Numbers ===================================================================================
 
 CONTRACT_FIELDS = {     # typed in from the contract's page
     "sft_updates": 63, "reward_updates": 210, "ppo_iterations": 100, "sft_batch": 8,
@@ -454,7 +419,6 @@ CONTRACT_FIELDS = {     # typed in from the contract's page
     "warmup_ratio": 0.1, "min_lr_ratio": 0.1, "grad_clip": 1.0, "lora_rank": 8, "lora_alpha": 16,
     "max_response": 64, "max_prompt": 256, "seed": 49, "dtype": "bfloat16"}
 OF_PPO = {"clip", "kl_coef", "value_coef", "gamma", "lam", "truncation_penalty"}
-
 
 @pytest.mark.parametrize("phase", ["base", "sft", "reward", "ppo", "evaluate", "probes", "resume"])
 def test_a_phase_reads_its_own_fields_and_the_shared_ones(phase):
@@ -467,7 +431,6 @@ def test_a_phase_reads_its_own_fields_and_the_shared_ones(phase):
     assert Config().read_by(phase) == {name: value for name, value in config.items() if owner(
         name) in (None, phase) and name != "log_every"}
 
-
 def test_settings_are_taken_in_their_fields_type(tmp_path, capsys):
     settings = {"sft_updates": 5, "sft_lr": 0.0, "reward_lr": 3e-4, "gamma": 0.0, "seed": 0,
                 "dtype": "bfloat16", "max_response": 1}
@@ -475,7 +438,6 @@ def test_settings_are_taken_in_their_fields_type(tmp_path, capsys):
     run_main(capsys, "--phase", "data", "--model", "tiny", "--out", tmp_path, *argv)
     config = json.loads((tmp_path / "run.json").read_text(encoding="utf-8"))["config"]
     assert {k: repr(v) for k, v in settings.items()} == {k: repr(config[k]) for k in settings}
-
 
 @pytest.mark.parametrize("setting", [
     "sft_update=5", "=5", "", "sft_updates", "SFT_UPDATES=5",                    # unknown
@@ -489,9 +451,7 @@ def test_a_nonsense_setting_is_a_usage_error_that_lists_the_fields(tmp_path, cap
     assert all(re.search(rf"\b{f.name}\b", error) for f in dataclasses.fields(Config))
 
 
-# ==================================================================================================
-# 2 · The corpus, derived a second time from the contract's tables; the rubric
-# ==================================================================================================
+# == 2 · The corpus, derived a second time from the contract's tables; the rubric ==================
 
 POLITE = {"no": lambda i: False, "yes": lambda i: True, "even": lambda i: i % 2 == 0,
           "odd": lambda i: i % 2 == 1, "half even": lambda i: (i // 2) % 2 == 0,
@@ -511,18 +471,15 @@ PAIR_FILES = {"train": "train/preferences.jsonl", "validation": "validation/pref
               "test": "test/labels.jsonl"}
 CORPUS = {revision: rlhf.generate_corpus(revision) for revision in ("v1", "v2")}
 
-
 def spec_answer(text, i, revision):
     who, certainty, polite = text.split(" ", 2)
     right = i // 40
     wrong = (right + 1 + (i % 5 if revision == "v1" else (i // 5) % 5)) % 6
     return rlhf.response(right if who == "right" else wrong, int(certainty), POLITE[polite](i))
 
-
 def spec_row(identifier, prompt, **columns):
     return {"id": identifier, "family": identifier.split("-")[0], "prompt": prompt,
             "prompt_sha256": hashlib.sha256(prompt.encode("utf-8")).hexdigest(), **columns}
-
 
 def spec_corpus(revision):
     """Every file but the probes'; the wording of prompts and answers is the script's."""
@@ -548,7 +505,6 @@ def spec_corpus(revision):
             files["train/prompts.jsonl"] += [row(f"RL{k}", 11 + k, "live rollout request")
                                              for k in range(4)]
     return files
-
 
 @pytest.mark.parametrize("revision", ["v1", "v2"])
 def test_the_corpus_is_the_one_of_the_contracts_tables(revision):
@@ -578,7 +534,6 @@ def test_the_corpus_is_the_one_of_the_contracts_tables(revision):
     assert not any(rlhf.response(action, 0, False)[1:-1] in row["prompt"] for action in range(6)
                    for rows in corpus.values() for row in rows), "a prompt gives the answer away"
 
-
 def test_phase_data_writes_byte_for_byte_the_committed_files_and_rewrites_none(
         tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(rlhf, "DATA", tmp_path / "data")
@@ -599,7 +554,6 @@ def test_phase_data_writes_byte_for_byte_the_committed_files_and_rewrites_none(
     assert run_main(capsys, *argv)[0] == 0
     assert stamps == {p: p.stat().st_mtime_ns for p in stamps}
 
-
 @pytest.mark.parametrize("name", ["train/prompts.jsonl", "test/labels.jsonl", "manifest.json",
                                   "audit.json", "v2/probes/labels.jsonl"])
 def test_a_changed_corpus_file_is_refused_by_name_and_left_alone(
@@ -613,10 +567,8 @@ def test_a_changed_corpus_file_is_refused_by_name_and_left_alone(
                                 tmp_path / "run")
     assert status == 1 and str(path) in error and path.read_bytes() == changed
 
-
 def changed_row(path, k, **columns):
     return lambda corpus: corpus[f"{path}.jsonl"][k].update(columns)
-
 
 CORRUPTIONS = {
     "a missing pair": lambda c: c["validation/preferences.jsonl"].pop(),
@@ -635,7 +587,6 @@ CORRUPTIONS = {
     "a rollout of a test family": lambda c: c["train/prompts.jsonl"][0].update(
         family=c["test/labels.jsonl"][0]["family"])}
 
-
 @pytest.mark.parametrize("what", CORRUPTIONS)
 def test_the_audit_fails_on(what):
     corpus = json.loads(json.dumps(CORPUS["v1"]))
@@ -643,7 +594,6 @@ def test_the_audit_fails_on(what):
     CORRUPTIONS[what](corpus)
     with pytest.raises(CourseError):
         rlhf.audit_corpus("v1", corpus)
-
 
 def test_the_lazy_judge_by_hand_and_on_both_revisions():
     def row(note, chosen, rejected, action=0):
@@ -664,7 +614,6 @@ def test_the_lazy_judge_by_hand_and_on_both_revisions():
         shares = {split: rlhf.lazy_judge(rows["train"], rows[split]) for split in rows}
         assert " ".join(f"{100 * share:.0f}" for share in shares.values()) == percent
         assert json.loads((HERE / folder / "audit.json").read_text())["lazy_judge"] == shares
-
 
 @pytest.mark.parametrize("expected", range(6))
 def test_the_rubric_on_every_sentence_of_its_grammar(expected):
@@ -688,9 +637,7 @@ def test_the_rubric_on_every_sentence_of_its_grammar(expected):
         assert verdict["recognized"] is True and verdict["refusal"] is True
         assert verdict["rubric_success"] is False and verdict["reason"] == "refusal"
 
-
 RIGHT = rlhf.response(0, 1, False)
-
 
 @pytest.mark.parametrize("text", [
     "", " ", RIGHT + " ", " " + RIGHT, RIGHT + "\n", RIGHT.replace(" ", "  ", 1), RIGHT.lower(),
@@ -709,15 +656,12 @@ def test_other_prose_is_uncertified_neither_wrong_nor_a_success(text):
             "an answer cut inside a character is cut"
 
 
-# ==================================================================================================
-# 3 · Tokens, masks, batches
-# ==================================================================================================
+# == 3 · Tokens, masks, batches ====================================================================
 
 PAD_ID, IM_START_ID, EOS_ID = 151643, 151644, 151645
 USER_TEXTS = ["No sound.", "", " leading and trailing ", "\n\nnewlines\n", "\ttabs\r\n",
               "naïve e\u0301 Straße ☕ 你好", "a" * 200, "1234567890", "user\nassistant\n", "😀👩‍💻",
               "".join(map(chr, range(256))), CORPUS["v1"]["test/prompts.jsonl"][7]["prompt"]]
-
 
 @pytest.fixture(scope="session")
 def mini_bases(tmp_path_factory):
@@ -729,14 +673,12 @@ def mini_bases(tmp_path_factory):
     torch.set_deterministic_debug_mode("default")
     return [folder / "base" for folder in folders]
 
-
 @pytest.fixture(scope="session", params=["pinned", "tiny"])
 def both_tokens(request, pinned, mini_bases):
     """(our tokenizer, the file's own as it comes: it parses control tokens in a text)"""
     path = (HERE if request.param == "pinned" else mini_bases[0]) / "tokenizer.json"
     return pinned if request.param == "pinned" else rlhf.Tokens(path), \
         tokenizers.Tokenizer.from_file(str(path))
-
 
 def test_prompt_ids_equal_the_models_own_template(both_tokens):
     tokens, raw = both_tokens
@@ -756,7 +698,6 @@ def test_prompt_ids_equal_the_models_own_template(both_tokens):
     assert max(len(tokens.prompt(p)) for p in {row["prompt"] for row in rows}) <= 256
     assert max(len(tokens.answer(text)) for text in rlhf.GRAMMAR) <= 64
 
-
 def test_control_tokens_typed_by_a_user_stay_text(both_tokens):
     """Eight of the 22, <tool_call> among them, are not flagged special in the pinned file."""
     tokens, raw = both_tokens
@@ -768,7 +709,6 @@ def test_control_tokens_typed_by_a_user_stay_text(both_tokens):
         assert not control & set(inside), f"{text!r} became a control token"
         assert tokens.decode(inside) == text
         assert sum(t in control for t in tokens.prompt(text, limit=10 ** 6)) == 5
-
 
 def test_the_tiny_tokenizer_is_small_deterministic_and_beside_its_config(mini_bases):
     contents = [(folder / "tokenizer.json").read_bytes() for folder in mini_bases]
@@ -782,7 +722,6 @@ def test_the_tiny_tokenizer_is_small_deterministic_and_beside_its_config(mini_ba
     original = json.loads((HERE / "tokenizer.json").read_bytes())
     for part in ("normalizer", "pre_tokenizer", "decoder"):
         assert json.loads(contents[0])[part] == original[part]
-
 
 def test_known_ids_of_the_pinned_tokenizer(pinned):
     """The template around "Hi" as every public Qwen2.5 example shows it; what decoding shows."""
@@ -805,7 +744,6 @@ def test_known_ids_of_the_pinned_tokenizer(pinned):
         with pytest.raises(CourseError, match=str(limit)):      # an error, never cut
             function("a" + " b" * (room + 1))
 
-
 def test_truncation_and_padding_stored_in_the_tokenizer_file_do_not_apply(mini_bases, tmp_path):
     path, text = Path(shutil.copy(mini_bases[0] / "tokenizer.json", tmp_path)), "x" * 20
     plain, trap = rlhf.Tokens(path).encode(text), tokenizers.Tokenizer.from_file(str(path))
@@ -814,7 +752,6 @@ def test_truncation_and_padding_stored_in_the_tokenizer_file_do_not_apply(mini_b
     trap.save(str(path))
     assert len(tokenizers.Tokenizer.from_file(str(path)).encode(text).ids) == 32, "the trap is set"
     assert rlhf.Tokens(path).encode(text) == plain and len(plain) > 4
-
 
 @pytest.mark.parametrize("fault", ["a pointer", "empty", "missing", "no <|im_end|>"])
 def test_a_file_that_is_no_chat_tokenizer_is_refused_by_name(tmp_path, mini_bases, fault):
@@ -828,7 +765,6 @@ def test_a_file_that_is_no_chat_tokenizer_is_refused_by_name(tmp_path, mini_base
         path.write_bytes(POINTER if fault == "a pointer" else b"")
     with pytest.raises(CourseError, match=re.escape(str(path))):
         rlhf.Tokens(path)
-
 
 def test_masks_come_from_lengths_so_both_eos_are_supervised():
     """Rows of 5 and 9 response tokens that end in 151645; PAD equal to EOS is the worst case."""
@@ -847,9 +783,7 @@ def test_masks_come_from_lengths_so_both_eos_are_supervised():
         collate([[1], [2]], [[3]])
 
 
-# ==================================================================================================
-# 4 · LoRA and four roles
-# ==================================================================================================
+# == 4 · LoRA and four roles =======================================================================
 
 def lora_layer(weight, bias, lora_A, lora_B):
     base = torch.nn.Linear(weight.shape[1], weight.shape[0]).to(weight.dtype).requires_grad_(False)
@@ -858,7 +792,6 @@ def lora_layer(weight, bias, lora_A, lora_B):
                         (weight, bias, lora_A, lora_B)):
         p.data.copy_(value)
     return layer
-
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_lora_equals_the_committed_peft_layer_in_output_and_gradients(dtype):
@@ -874,7 +807,6 @@ def test_lora_equals_the_committed_peft_layer_in_output_and_gradients(dtype):
         # BF16 tensors may differ in the last bit where another machine sums in another order.
         rtol, atol = (2**-7, 2e-2) if result.dtype == torch.bfloat16 else (1e-5, 1e-5)
         torch.testing.assert_close(result, values[name], rtol=rtol, atol=atol, msg=name)
-
 
 def test_lora_is_its_formula_and_in_bf16_rounds_the_sum_once():
     """A base of weight zero returns its bias exactly, on any machine."""
@@ -892,7 +824,6 @@ def test_lora_is_its_formula_and_in_bf16_rounds_the_sum_once():
     assert not torch.equal(once, twice), "these numbers could not tell one from two roundings"
     assert torch.equal(layer(x), once) and layer.lora_A.bias is None and layer.lora_B.bias is None
 
-
 def test_the_full_size_has_290_tensors_168_adapters_and_heads_of_897():
     """The pinned shape, its weights on the meta device; only the vocabulary is cut for memory."""
     with torch.device("meta"):
@@ -904,7 +835,6 @@ def test_the_full_size_has_290_tensors_168_adapters_and_heads_of_897():
     assert len(learned) == 2 * 168 + 2 and all("lora_" in n or "head." in n for n in learned)
     assert sum(p.numel() for n, p in learned.items() if ".lora_" in n) == 4_399_104
     assert sum(p.numel() for n, p in learned.items() if "head." in n) == 897
-
 
 @pytest.mark.parametrize("head", [None, "zero", "normal"])
 def test_adapters_are_drawn_in_sorted_name_order_from_the_roles_seed_and_heads_apart(head):
@@ -931,7 +861,6 @@ def test_adapters_are_drawn_in_sorted_name_order_from_the_roles_seed_and_heads_a
             0.02 if head == "normal" else 0, rel=0.1)
         assert head == "zero" or weight.abs().max() > 0.05, "normal, not uniform"
 
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_fresh_role_is_bitwise_its_base_and_learns_through_b_first(dtype):
     base, role, ids = mini_model(dtype=dtype), mini_role(dtype=dtype), random_ids(3, 9)
@@ -950,10 +879,8 @@ def test_a_fresh_role_is_bitwise_its_base_and_learns_through_b_first(dtype):
     bare = rlhf.Role("base", mini_model())
     assert set(bare.learned()) == {name for name, _ in bare.named_parameters()}
 
-
 def up_proj(roles, name):
     return roles[name].model.model.layers[0].mlp.up_proj
-
 
 ISOLATION_FAULTS = {
     "a shared parameter": lambda r: setattr(
@@ -969,7 +896,6 @@ ISOLATION_FAULTS = {
     "a judge that learns": lambda r: r["reward"].head.requires_grad_(True),
     "a base of two dtypes": lambda r: r["reward"].model.model.norm.bfloat16()}
 
-
 @pytest.mark.parametrize("fault", ISOLATION_FAULTS)
 def test_role_isolation_fails_on(fault):
     roles = {"actor": mini_role(), "reference": mini_role("reference", trainable=False),
@@ -979,7 +905,6 @@ def test_role_isolation_fails_on(fault):
     ISOLATION_FAULTS[fault](roles)
     with pytest.raises(CourseError):
         rlhf.assert_role_isolation(roles)
-
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_bit_changes_the_identity_of_its_side_and_of_no_other(dtype):
@@ -994,7 +919,6 @@ def test_one_bit_changes_the_identity_of_its_side_and_of_no_other(dtype):
             changed = [a != b for a, b in zip(identity(role), before)]
             assert changed == [name in role.learned(), name not in role.learned()], name
             bits[position] ^= 1
-
 
 @pytest.mark.parametrize("name, head", [("actor", None), ("critic", "zero"), ("reward", "normal")])
 def test_saved_adapters_and_heads_come_back_bit_for_bit(tmp_path, name, head):
@@ -1020,7 +944,6 @@ def test_saved_adapters_and_heads_come_back_bit_for_bit(tmp_path, name, head):
         assert "head" in key or torch.equal(critic.learned()[key], p)
     assert not critic.head.weight.any()
 
-
 B_KEY = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
 CONFIG, ADAPTER, HEAD = "adapter_config.json", "adapter_model.safetensors", "head.safetensors"
 ADAPTER_FAULTS = {      # (file, its change, what the error must name)
@@ -1038,7 +961,6 @@ ADAPTER_FAULTS = {      # (file, its change, what the error must name)
     "no head bias": (HEAD, lambda t: t.pop("bias"), "head.bias"),
     "a head of another width": (HEAD, lambda t: t.update(weight=torch.zeros(1, 15)), "head.weight")}
 
-
 @pytest.mark.parametrize("fault", ADAPTER_FAULTS)
 def test_loading_adapters_fails_by_name_on(tmp_path, fault):
     name, change, named = ADAPTER_FAULTS[fault]
@@ -1050,7 +972,6 @@ def test_loading_adapters_fails_by_name_on(tmp_path, fault):
     with pytest.raises((CourseError, OSError)) as problem:
         rlhf.load_adapter(mini_role("reward", "normal"), tmp_path, Config(), True)
     assert str(tmp_path) in str(problem.value) and named in str(problem.value)
-
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["actor", "reward"])
@@ -1074,9 +995,7 @@ def test_live_peft_loads_our_adapters_and_computes_what_we_compute(tmp_path, nam
         assert gap(expected, mini_model().logits(mini_model()(ids))) > 0.1, "loaded as a no-op"
 
 
-# ==================================================================================================
-# 5 · Log-probability, value, score, a sampled token
-# ==================================================================================================
+# == 5 · Log-probability, value, score, a sampled token ============================================
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_token_logprobs_are_the_fp64_log_softmax(dtype):
@@ -1088,19 +1007,15 @@ def test_token_logprobs_are_the_fp64_log_softmax(dtype):
     huge = rlhf.token_logprobs(torch.tensor([[1e4, 0.0]]), torch.tensor([1]))
     assert huge.item() == -1e4, "logits of any size must neither overflow nor round to -inf"
 
-
 PROMPTS, RESPONSES = [[3, 1, 4], [1, 5], [9, 2, 6, 5, 3]], [[5, 8], [9, 7, 9, 3, 2], [3]]
-
 
 def noise(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
 
 def next_logits(role, ids):
     """FP64 logits [V] after `ids`: one plain forward of one row, no padding, cache or shift."""
     with torch.no_grad():
         return role.model.logits(role.model(torch.tensor([ids]))[:, -1])[0].double()
-
 
 def test_scores_and_values_are_those_of_each_prefix_alone_whatever_stands_in_the_padding():
     actor, critic = mini_role(disturbed=5), mini_role("critic", "zero", disturbed=6)
@@ -1117,7 +1032,6 @@ def test_scores_and_values_are_those_of_each_prefix_alone_whatever_stands_in_the
             assert logp[row, t].item() == pytest.approx(expected.item(), abs=1e-4), (row, t)
             alone = critic.head(critic.model(torch.tensor([p + r[:t]]))[0, -1]).item()
             assert values[row, t].item() == pytest.approx(alone, abs=1e-4), "read before its token"
-
 
 def test_one_chatml_sequence_has_one_score_under_any_padding(pinned):
     """EOS inside the prompt, PAD behind: the score is read at the answer's own end."""
@@ -1137,12 +1051,10 @@ def test_one_chatml_sequence_has_one_score_under_any_padding(pinned):
     both = rlhf.reward_scores(role, batch.ids, batch.attention, batch.response_mask)
     assert both[0].item() == pytest.approx(scores[-1], abs=1e-4)
 
-
 MASK_FAULTS = {
     "integers": lambda m: m.long(), "other width": lambda m: m[:, :5],
     "an empty row": lambda m: m & torch.tensor([[True], [False]]),
     "a token outside attention": lambda m: m | (torch.arange(6) == 4)}
-
 
 @pytest.mark.parametrize("fault", MASK_FAULTS)
 def test_a_reward_call_refuses_a_mask_of(fault):
@@ -1151,7 +1063,6 @@ def test_a_reward_call_refuses_a_mask_of(fault):
     assert rlhf.reward_scores(role, ids, attention, mask).shape == (2,)
     with pytest.raises(ValueError, match="mask"):
         rlhf.reward_scores(role, ids, attention, MASK_FAULTS[fault](mask))
-
 
 @pytest.mark.parametrize("spread", [1.0, 30.0])
 def test_sampling_is_the_inverse_cdf_of_each_row_alone(spread):
@@ -1174,9 +1085,7 @@ def test_sampling_is_the_inverse_cdf_of_each_row_alone(spread):
         assert torch.equal(places, rlhf.sample_ids(torch.zeros(30, 151936),
                                                    (places.double() + part) / 151936))
 
-
 GEN_PROMPTS = [[3, 9, 4], [7], [5, 5, 2, 8, 1, 0, 12], [30, 31, 7, 19, 2]]
-
 
 def test_greedy_text_is_the_argmax_of_repeated_full_forwards():
     role = mini_role(disturbed=1)
@@ -1195,7 +1104,6 @@ def test_greedy_text_is_the_argmax_of_repeated_full_forwards():
             assert cut.finish_reason == ("eos" if eos in answer.ids else "length"), \
                 "EOS as the last token allowed is an end, not a cut"
 
-
 def test_uniforms_can_spell_any_answer_and_only_151645_ends_one():
     """Aim: for each wanted token the middle of its own interval of the CDF is the uniform."""
     role = mini_role(config=mini_config(151936, hidden=8, layers=1), disturbed=4)
@@ -1213,7 +1121,6 @@ def test_uniforms_can_spell_any_answer_and_only_151645_ends_one():
         assert row[:len(answer.ids)].tolist() == pytest.approx(answer.logp, abs=1e-4), \
             "old_logp must be the log-probability of the full distribution that drew the token"
 
-
 def test_a_response_does_not_depend_on_its_neighbours():
     role, prompt = mini_role(disturbed=5), [4, 8, 15]
     uniforms = torch.rand(4, 8, generator=torch.Generator().manual_seed(6))
@@ -1228,7 +1135,6 @@ def test_a_response_does_not_depend_on_its_neighbours():
     again, fresh = (rlhf.generate(r, [prompt], 8)[0] for r in (role, mini_role(disturbed=5)))
     assert (again.ids, again.logp) == (fresh.ids, fresh.logp), "an earlier prompt left something"
 
-
 @pytest.mark.parametrize("labels", [["slot-0", "ppo, rollout iteration-003-slot-1"], None])
 def test_logits_that_are_not_finite_are_an_error_that_names_the_answer(labels):
     role = mini_role(config=mini_config(tied=False))
@@ -1237,9 +1143,7 @@ def test_logits_that_are_not_finite_are_an_error_that_names_the_answer(labels):
         rlhf.generate(role, [[1, 2], [9, 1]], 4, torch.rand(2, 4), labels)
 
 
-# ==================================================================================================
-# 6 · One update, and a loop
-# ==================================================================================================
+# == 6 · One update, and a loop ====================================================================
 
 def mini_loop(roles, updates=6, rate=1e-2, start=None, **settings):
     """A Loop without a run folder."""
@@ -1250,9 +1154,7 @@ def mini_loop(roles, updates=6, rate=1e-2, start=None, **settings):
     learn = {name: (updates, rate) for name, role in roles.items() if role.trainable}
     return rlhf.Loop(run, "sft", roles, updates, learn, mark=3, start=start)
 
-
 EXAMPLES = [([3, 4], [5, 39]), ([6], [7, 8, 1, 2, 3, 4, 5, 6, 7, 39]), ([1, 2, 3], [9, 9, 39])]
-
 
 @pytest.mark.parametrize("total", [1, 2, 3, 9, 10, 19, 20, 63, 100, 200, 210])
 def test_the_learning_rate_at_its_corners(total):
@@ -1265,7 +1167,6 @@ def test_the_learning_rate_at_its_corners(total):
     np.testing.assert_allclose(rates, line, rtol=1e-12)
     assert rlhf.learning_rate(99, 100, 1.0, min_lr_ratio=0.25) == pytest.approx(0.25)
     assert rlhf.learning_rate(0, 100, 1.0, warmup_ratio=0.5) == pytest.approx(1 / 50)
-
 
 def test_an_update_is_adamw_with_clipping_and_the_scheduled_rate():
     """Two updates worked by hand in FP64 (Loshchilov and Hutter 2019, algorithm 2)."""
@@ -1294,7 +1195,6 @@ def test_an_update_is_adamw_with_clipping_and_the_scheduled_rate():
         p.grad.zero_()      # later on legitimate: every token may be clipped
     assert loop.step("actor")["gradient_norm"] == 0.0
 
-
 GRADIENT_FAULTS = {
     "one missing": lambda roles: setattr(up_proj(roles, "actor").lora_A.weight, "grad", None),
     "all zero at first": lambda roles: [p.grad.zero_() for p in roles["actor"].learned().values()],
@@ -1302,7 +1202,6 @@ GRADIENT_FAULTS = {
     "infinite": lambda roles: up_proj(roles, "actor").lora_B.weight.grad[0].fill_(math.inf),
     "on a frozen role": lambda roles: setattr(up_proj(roles, "reference").lora_A.weight, "grad",
                                               torch.zeros(8, 16))}
-
 
 @pytest.mark.parametrize("fault", GRADIENT_FAULTS)
 def test_a_step_refuses_a_gradient(fault):
@@ -1314,7 +1213,6 @@ def test_a_step_refuses_a_gradient(fault):
         loop.step("actor")
     assert rlhf.learned_identity(roles["actor"]) == before, "a refused update moved something"
 
-
 def test_the_data_order_is_one_seeded_permutation_an_epoch_and_the_seeds_are_the_contracts():
     loop, generator = mini_loop({"actor": mini_role()}), torch.Generator().manual_seed(149)
     ours = random.random(), np.random.rand(), torch.rand(()).item()
@@ -1324,7 +1222,6 @@ def test_the_data_order_is_one_seeded_permutation_an_epoch_and_the_seeds_are_the
     assert loop.generators["sampling"].initial_seed() == 249
     random.seed(49), np.random.seed(49), torch.manual_seed(49)
     assert ours == (random.random(), np.random.rand(), torch.rand(()).item())
-
 
 def test_five_small_updates_reach_every_b_in_fp32_and_leave_the_bf16_base_alone():
     """Learning rate 2.5e-5: BF16 adapters would round such steps away. Also after reload."""
@@ -1348,9 +1245,7 @@ def test_five_small_updates_reach_every_b_in_fp32_and_leave_the_bf16_base_alone(
     assert rlhf.learned_identity(again.roles["actor"]) == rlhf.learned_identity(role)
 
 
-# ==================================================================================================
-# 7 to 10 · The losses, against brute force, finite differences and values worked by hand
-# ==================================================================================================
+# == 7 to 10 · The losses, against brute force, finite differences and values worked by hand =======
 
 def assert_gradients(role, expected=None):
     """Take the gradients away from a role, compare, return them."""
@@ -1359,7 +1254,6 @@ def assert_gradients(role, expected=None):
     for key, value in (expected or {}).items():
         assert (ours[key] - value).norm() <= 1e-5 * value.norm() + 1e-9, key
     return ours
-
 
 def test_sft_supervises_the_pinned_eos():
     role = mini_role(config=mini_config(151936, hidden=8, layers=1), disturbed=1)
@@ -1372,7 +1266,6 @@ def test_sft_supervises_the_pinned_eos():
     assert rlhf.sft_gradient(role, examples, 2) == pytest.approx(loss.item() / 5, rel=1e-5)
     assert_gradients(role, expected)
 
-
 def test_micro_batches_of_two_and_ten_targets_give_the_gradient_of_one_batch():
     role, loss = mini_role(disturbed=1), 0.0
     for prompt, answer in EXAMPLES:      # the oracle: unpadded rows, plain softmax
@@ -1384,7 +1277,6 @@ def test_micro_batches_of_two_and_ten_targets_give_the_gradient_of_one_batch():
         assert rlhf.sft_gradient(role, EXAMPLES, micro_batch) == pytest.approx(
             loss.item() / 15, rel=1e-5), "a mean of means is not the mean of the batch"
         assert_gradients(role, expected)
-
 
 def test_pair_scores_and_their_gradient_do_not_depend_on_the_grouping():
     role = mini_role("reward", head="normal", disturbed=2)
@@ -1401,7 +1293,6 @@ def test_pair_scores_and_their_gradient_do_not_depend_on_the_grouping():
             (rlhf.bradley_terry_loss(*scores) * len(group) / len(pairs)).backward()
         assert_gradients(role, expected)
 
-
 def test_bradley_terry_by_hand_at_any_distance():
     """d loss / d r_chosen is minus the chance of being wrong; only differences count."""
     for difference, shift in itertools.product((-1e4, -100, -2, 0, 2, 100, 1e4), (0, 100)):
@@ -1413,14 +1304,12 @@ def test_bradley_terry_by_hand_at_any_distance():
         wrong = 1 / (1 + math.exp(min(difference, 700)))
         assert chosen.grad.tolist() == pytest.approx([-wrong / 2, -0.25], abs=1e-12)
 
-
 def brute_gae(rewards, values, gamma, lam):
     """O(T^2): advantage[t] = sum over k of (gamma lam)^k delta[t+k], no recursion."""
     values = [*values, 0.0]
     delta = [r + gamma * values[t + 1] - values[t] for t, r in enumerate(rewards)]
     return [sum((gamma * lam) ** k * d for k, d in enumerate(delta[t:]))
             for t in range(len(delta))]
-
 
 @pytest.mark.parametrize("gamma, lam", [(1.0, 0.95), (0.99, 0.9), (0.9, 0.0), (1.0, 1.0),
                                         (0.0, 0.5)])
@@ -1438,7 +1327,6 @@ def test_gae_equals_the_brute_force_sum_in_credit_too_whatever_stands_in_the_pad
             assert advantages.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
             assert gap(returns, advantages + v.detach()) < 1e-5 and not advantages.requires_grad
 
-
 def test_gae_by_hand():
     advantages, returns = rlhf.gae(torch.tensor([0.0, 1.0]), torch.zeros(2))   # the defaults
     assert advantages.tolist() == returns.tolist() == pytest.approx([0.95, 1.0], abs=1e-7)
@@ -1447,7 +1335,6 @@ def test_gae_by_hand():
     advantages, returns = rlhf.gae(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 5.0]), 0.5, 0.5)
     assert advantages.tolist() == pytest.approx([-0.25, -3.0], abs=1e-7)
     assert returns.tolist() == pytest.approx([2.75, 2.0], abs=1e-7)
-
 
 @pytest.mark.parametrize("more", [{}, {"kl_coef": 0.5, "truncation_penalty": 0.25}])
 def test_token_rewards_follow_the_formula_whatever_stands_in_the_padding(more):
@@ -1471,7 +1358,6 @@ def test_token_rewards_follow_the_formula_whatever_stands_in_the_padding(more):
     alone = rlhf.token_rewards(old[2], ref[2], 3.0, True, **more)
     assert gap(alone, expected[2]) < 1e-6, "one response, without a batch"
 
-
 @pytest.mark.parametrize("ratio, advantage, value, slope", [    # slope: with respect to logp
     (1.1, 2.0, 2.2, 2.2), (1.5, 2.0, 2.4, 0.0), (0.5, 2.0, 1.0, 1.0),           # better
     (0.9, -2.0, -1.8, -1.8), (1.5, -2.0, -3.0, -3.0), (0.5, -2.0, -1.6, 0.0),   # worse
@@ -1484,7 +1370,6 @@ def test_the_clip_stops_the_gradient_only_where_it_would_go_further(
     assert loss.dim() == 0 and loss.item() == pytest.approx(-value, abs=1e-7)
     assert logp.grad.item() == (pytest.approx(-slope, abs=1e-7) if slope else 0.0)
 
-
 def loss_by_hand(which, parameter, *tensors):
     """Mean over each response's own tokens, then over the responses; Python numbers."""
     def actor(x, old, a):
@@ -1495,7 +1380,6 @@ def loss_by_hand(which, parameter, *tensors):
     rows = [[term(*numbers) for *numbers, keep in zip(*row) if keep]
             for row in zip(*(t.tolist() for t in tensors))]
     return sum(sum(row) / len(row) for row in rows) / len(rows)
-
 
 @pytest.mark.parametrize("which, parameter", [("actor", 0.2), ("actor", 0.4), ("critic", 0.5),
                                               ("critic", 2.0)])
@@ -1526,7 +1410,6 @@ def test_a_loss_and_its_gradient_equal_brute_force_and_finite_differences(which,
         again.backward()
         assert torch.equal(again, value) and torch.equal(dirty[0].grad, leaf.grad), "padding"
 
-
 def test_the_three_tokens_of_section_9_are_what_the_functions_compute():
     old, ref, values, logp = (torch.tensor(x) for x in (
         [-0.5, -1.2, -0.1], [-0.7, -0.9, -0.1], [0.5, 1.0, 1.5], [-0.2, -1.2, -0.15]))
@@ -1548,9 +1431,7 @@ def test_the_three_tokens_of_section_9_are_what_the_functions_compute():
             f"section 9 does not print {numbers}"
 
 
-# ==================================================================================================
-# 12 to 18 · Small functions of what came of it
-# ==================================================================================================
+# == 12 to 18 · Small functions of what came of it =================================================
 
 def test_intervals_resample_whole_families_and_are_reproducible():
     """Ten families of ten equal rows: drawing rows would give 0.5 +- 0.1, drawing families gives
@@ -1570,7 +1451,6 @@ def test_intervals_resample_whole_families_and_are_reproducible():
     assert found[1] == pytest.approx(np.percentile(means, [2.5, 97.5]), abs=0.03)
     assert rlhf.family_mean(rows, lambda row: row["x"]) == found
 
-
 def test_best_of_n_of_a_judge_whose_taste_is_known():
     """Four prompts, eight samples each; every sample is used once for every n."""
     passes = [[0, 0, 0, 1, 0, 0, 0, 0], [1, 1, 0, 1, 1, 1, 1, 1], [0] * 8, [1] * 8]
@@ -1586,7 +1466,6 @@ def test_best_of_n_of_a_judge_whose_taste_is_known():
     assert successes(lambda ok, k: 0.0, 8) == 2, "the first of equals: no better than one sample"
     assert successes(lambda ok, k: k, 4) == 5, "the last of each four"
 
-
 def test_pieces_join_the_tokens_of_one_character(pinned):
     for text in ("Hi ☕ 👩‍💻 ok", "plain words", "你好"):
         ids = pinned.encode(text)
@@ -1598,9 +1477,7 @@ def test_pieces_join_the_tokens_of_one_character(pinned):
     assert "".join(cut).startswith("Hi") and "\ufffd" in cut[-1], "a cut inside a character shows"
 
 
-# ==================================================================================================
-# A whole course in miniature: every phase for real, on a model of one layer
-# ==================================================================================================
+# == A whole course in miniature: every phase for real, on a model of one layer ====================
 # Same main, same phases, same files as the tiny course; only narrower. Everything that it writes is
 # recomputed below from its files by plain forwards of single unpadded rows.
 
