@@ -713,7 +713,9 @@ def generate(role: Role, prompts: list[list[int]], max_response: int = 64,
     cache = KVCache(role.model.config, len(prompts), P + max_response, weight.dtype, weight.device)
     answers, rows = [Answer() for _ in prompts], list(range(len(prompts)))  # rows: not yet finished
     hidden = role.model(batch.ids, attention[:, :P], cache, share_prefixes=True)[:, -1]  # [B, H]
+    line = progress("sampled" if uniforms is not None else "answered", 0, max_response)
     for step in range(max_response):
+        line(step, f"tokens of {len(prompts)} answers")
         logits = role.model.logits(hidden).float()  # [len(rows), V]
         for k in (~logits.isfinite().all(dim=1)).nonzero().flatten().tolist():
             raise CourseError(f"{labels[rows[k]] if labels else f'answer {rows[k]}'}: logits at "
@@ -795,7 +797,7 @@ class Loop:
     def __iter__(self):
         every = self.cfg.ppo_save_every if self.phase == "ppo" else self.mark
         keep_at = self.mark if self.mark < self.total else self.total // 2
-        line = progress(("" if self.writes else "again ") + self.phase, self.done, self.total)
+        line = progress(("" if self.writes else "proof ") + self.phase, self.done, self.total)
         while True:
             if self.writes and self.done == keep_at and self.phase in LEARN:
                 self.run.save_state(self, KEPT_STATE)
@@ -1358,11 +1360,13 @@ def corpus_verdict(row: dict, identifier: str) -> dict:
                              family_action(identifier.split("-")[0]))
 
 
-def answered_batches(run: Run, rows: list[dict], size: int = 20):
-    """(part of the rows, its Batch), `size` answered rows at a time."""
-    for part in groups(rows, size):
+def answered_batches(run: Run, rows: list[dict], what: str, size: int = 20):
+    """(part of the rows, its Batch), `size` answered rows at a time; `what`: for the progress."""
+    line = progress(what, 0, len(rows))
+    for done, part in enumerate(groups(rows, size)):
         yield part, collate([run.tokens.prompt(r["prompt"], run.config.max_prompt) for r in part],
                             [r["response_ids"] for r in part], run.device)
+        line(size * done + len(part))
 
 
 @torch.no_grad()
@@ -1371,7 +1375,7 @@ def validate_sft(run: Run, actor: Role, update: int, greedy: bool) -> dict:
     cfg, rows = run.config, run.rows("validation/preferences.jsonl")
     chosen = [row | {"response_ids": run.tokens.answer(row["chosen"], cfg.max_response)}
               for row in rows]
-    sums = [logp for _, batch in answered_batches(run, chosen)
+    sums = [logp for _, batch in answered_batches(run, chosen, "validated")
             for logp in response_logprobs(actor, batch).sum(1).tolist()]
     result = {"update": update, "chosen_logprobs": sums, "mean_chosen_token_logprob":
               sum(sums) / sum(len(row["response_ids"]) for row in chosen)}
@@ -1389,7 +1393,11 @@ def validate_sft(run: Run, actor: Role, update: int, greedy: bool) -> dict:
 def validate_reward(run: Run, reward: Role, update: int) -> dict:
     """Both scores of the 180 validation pairs."""
     pairs = run.tokenized("validation/preferences.jsonl", "chosen", "rejected")
-    chosen, rejected = map(torch.cat, zip(*(pair_scores(reward, g) for g in groups(pairs, 10))))
+    scores, line = [], progress("validated", 0, len(pairs))
+    for group in groups(pairs, 10):
+        scores.append(pair_scores(reward, group))
+        line(10 * len(scores))
+    chosen, rejected = map(torch.cat, zip(*scores))
     correct = chosen > rejected  # [pairs]
     return {"update": update, "chosen_scores": chosen.tolist(), "correct": correct.tolist(),
             "rejected_scores": rejected.tolist(), "accuracy": correct.float().mean().item(),
@@ -1409,7 +1417,7 @@ def answer_held_out(run: Run, name: str) -> list[dict]:
     assert_role_isolation({"actor": actor, "reward": reward, "reference": reference})
     line = progress(name, 0, len(test) + len(probes))
     for group in groups(test, run.config.answer_batch) + [probes[k::4] for k in range(4)]:
-        for part, batch in answered_batches(run, answer_rows(run, actor, group, name)):
+        for part, batch in answered_batches(run, answer_rows(run, actor, group, name), name):
             logp = response_logprobs(actor, batch)  # [B, R]
             log_ratio = response_mean(logp - response_logprobs(reference, batch), batch.mask)  # [B]
             for row, score, own, ratio in zip(
@@ -1544,7 +1552,7 @@ def score_texts(run: Run, items: list[tuple[str, str]]) -> list[float]:
     before = fingerprints({"reward": reward})
     rows = [{"prompt": prompt, "response_ids": run.tokens.answer(text, run.config.max_response)}
             for prompt, text in items]
-    scores = [score for _, batch in answered_batches(run, rows)
+    scores = [score for _, batch in answered_batches(run, rows, "scored")
               for score in batch_scores(reward, batch).tolist()]
     if (fingerprints({"reward": reward}), run.adapter_digest("reward")) != (before, file):
         raise CourseError("the judge changed while it was only to be read")
@@ -1650,7 +1658,7 @@ def sft_samples(run: Run) -> list[list[dict]]:
         for done, row in enumerate(asked, 1):
             uniforms = torch.rand(size, run.config.max_response, generator=generator)
             rows = answer_rows(run, actor, [row] * size, "lesson", uniforms.to(run.device))
-            for part, batch in answered_batches(run, rows):
+            for part, batch in answered_batches(run, rows, "scored"):
                 samples += [sample | {"score": score, **corpus_verdict(sample, row["id"])}
                             for sample, score in zip(part, batch_scores(reward, batch).tolist())]
             line(done, f"{size} samples of each test prompt")
@@ -1986,12 +1994,12 @@ def progress(name: str, start: int, total: int):
     """line(done, text, due): print if due or if twenty seconds passed, with the time left."""
     began = last = time.monotonic()
 
-    def line(done: int, text: str, due: bool = False) -> None:
+    def line(done: int, text: str = "", due: bool = False) -> None:
         nonlocal last
         now = time.monotonic()
         if due or now - last > 20:
             left = (now - began) / max(1, done - start) * (total - done)
-            say(f"{name:>8} {done:4d}/{total}  {left:4.0f} s left  {text}")
+            say(f"{name:>9} {done:4d}/{total}  {left:4.0f} s left  {text}".rstrip())
             last = now
     return line
 
@@ -2492,6 +2500,23 @@ def closing_tables(page: dict) -> list[str]:
     return tables
 
 
+def verdict(results: dict) -> str:
+    """What PPO did to score and truth on the test prompts, in one sentence."""
+    sft, ppo = (results[name]["test"] for name in ("sft", "ppo"))
+
+    def moved(key: str) -> str:
+        low, high = ppo["change"][key]["ci"]
+        return "rose" if low > 0 else "fell" if high < 0 else "did not move clearly"
+
+    score, truth = moved("score"), moved("rubric_success")
+    meaning = "PPO did not do what it was paid for" if score != "rose" else {
+        "rose": "here optimising the score helped", "fell": "the score found a shortcut"}.get(
+            truth, "a better score, and no better answers")
+    return (f"From SFT to PPO the judge's score {score} ({sft['mean_learned_reward']:+.2f} to "
+            f"{ppo['mean_learned_reward']:+.2f}), rubric success {truth} "
+            f"({sft['rubric_success_rate']:.0%} to {ppo['rubric_success_rate']:.0%}): {meaning}.")
+
+
 def page_data(run: Run) -> dict:
     """The run's own JSON as the page gets it; what the run has not reached is None or empty."""
     def read(phase: str, name: str):
@@ -2507,10 +2532,11 @@ def page_data(run: Run) -> dict:
                    "pieces": pieces(run.tokens.tokenizer, record["response_ids"])}
     return {
         "run": read_sealed(run.folder / "run.json"), "rollouts": rollouts,
+        "verdict": verdict(results) if (results := read("evaluate", "results.json")) else None,
         "done": {phase: run.done(phase) for phase in PHASES if run.is_done(phase)},
         "history": {phase: read(phase, "history.json") for phase in LEARN},
         "answers": {name: rows for name in ACTORS if (rows := read("evaluate", f"{name}.jsonl"))},
-        "results": read("evaluate", "results.json"), "probes": read("probes", "results.json"),
+        "results": results, "probes": read("probes", "results.json"),
         "reward_test": read("evaluate", "reward_test.json"),
         "resume": {phase: proof for phase in LEARN if (proof := read("resume", f"{phase}.json"))}}
 
@@ -2539,6 +2565,8 @@ def phase_report(run: Run) -> None:
     page = page_data(run)
     say("\n" + "\n\n".join([*closing_tables(page), f"model: {run.note()}", NOT_CLAIMED]))
     write_page(run.folder / "report.html", page)
+    if page["verdict"]:
+        say(page["verdict"])
 
 
 def run_figures(run: Run) -> dict[str, float | None]:
@@ -2599,19 +2627,25 @@ def phase_lesson(folder: Path, device: str) -> None:
 
 # == 19 · Ask, and the command line: which model, which folder, which phases =======================
 
+EXAMPLE = "In the meeting room, a video plays but nobody can hear it."
+
+
 def phase_ask(run: Run, question: str) -> None:
     """Base, SFT and PPO actor answer greedily; judge's score, and the rubric where it knows it."""
-    row, reward = {"id": "question", "family": "", "prompt": question}, run.judge()
+    row, reward, texts = {"id": "question", "family": "", "prompt": question}, run.judge(), []
     for name, adapters in ACTORS.items():
         answered = answer_rows(run, run.role("actor", adapters), [row], name)
         with torch.no_grad():
-            score = batch_scores(reward, next(answered_batches(run, answered))[1]).item()
+            score = batch_scores(reward, next(answered_batches(run, answered, name))[1]).item()
         text = answered[0]["text"]
         action, certainty, polite = GRAMMAR.get(text, (None, None, None))
         known = "a declared refusal" if text in REFUSALS else "not in the rubric's grammar" \
             if action is None else f"action {action}, " + ("plain", "hedged", "OVER-CERTAIN")[
                 certainty] + (", polite" if polite else "")
         say(f"{name:4s} {score:+7.2f}  {text!r} ({answered[0]['finish_reason']}; {known})")
+        texts.append(text)
+    if is_tiny(run.model) and not {*texts} & {*GRAMMAR, *REFUSALS}:
+        say(f"The tiny model knows only the course's own language; try --prompt {EXAMPLE!r}")
     say(run.note())
 
 
