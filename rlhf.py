@@ -90,30 +90,33 @@ class CourseError(Exception):
 
 
 # == What was expected, before v1 was set beside v2 ================================================
-# The judge of corpus v1 will be right on every held-out pair. Then PPO makes its score rise, and
-# no more answers help. How can held-out accuracy not show the fault?
+# The judge of corpus v1 will be right on every held-out pair. Then PPO raises its score, and the
+# share of helpful answers does not grow. How can held-out accuracy not show the fault?
 #
 # Because the held-out pairs have it too. In v1 the note number, which every prompt shows, names the
-# design of the pair: with note 0 a hedged answer always beats an over-certain one, with note 2 a
-# polite one a plain one. Whoever learns these five rules is right on all 180 pairs without a look
-# at the trouble. A random split keeps such a fault on both sides. Two lines show it:
+# design of the pair: with note 0 a hedged answer ("it may help") always beats an over-certain one
+# ("guaranteed"), with note 2 a polite one beats a plain one. Whoever learns these five rules is
+# right on all 180 pairs without a look at the trouble. A random split keeps such a fault on both
+# sides. Two lines show it:
 #
 #     lazy_judge(train_pairs, test_pairs)          what is the best score without the context?
 #     score(prompt, right) > score(prompt, wrong)  in one style: does it read the context at all?
 #
-#   v1  The judge can do without relevance, so right advice wins fewer minimal pairs than accuracy
-#       lets hope, and style decides. PPO raises the score by style; success does not rise with it
-#       and may fall, since little pays the actor to keep the relevance that SFT had taught.
+#   v1  The judge can do without relevance. So where two answers differ in that alone (a minimal
+#       pair), right advice wins less often than accuracy promises, and style decides. PPO raises
+#       the score by style; success does not rise with it and may fall, since little pays the actor
+#       to keep the relevance that SFT had taught.
 #   v2  Rotated notes and balanced styles leave the context as the only way to most pairs: accuracy
 #       is lower, relevance higher. PPO gains less score; success at least does not fall.
 #   Best of n, the judge's favourite of n samples, is optimisation without training: it should gain
-#       less success with n under v1. Longer PPO without the price of log-ratio should go further
-#       from the reference, and in v1 show the turn that Gao et al. found: score up, rubric down.
+#       less success with n under v1. PPO run longer, without charging for the log-ratio to the
+#       reference, should drift further, and in v1 show the turn that Gao et al. found: score up,
+#       rubric down.
 # What happened stands in README.md, with what contradicted this. No number of the course was chosen
 # by test results: a lesson that had to be tuned for would be the very fault it warns of.
 
 
-# == 1 · Numbers: one place for all of them ========================================================
+# == 1 · Numbers: what a run may set ===============================================================
 
 @dataclass(frozen=True)
 class Config:
@@ -129,7 +132,7 @@ class Config:
     sft_updates: int = 63           # 168 demonstrations, 8 an update: 21 updates an epoch, 3 epochs
     sft_batch: int = 8              # demonstrations an update
     sft_lr: float = 2e-5            # peak
-    sft_answers: int = 36           # validation prompts answered before and after, about as many
+    sft_answers: int = 36           # validation prompts answered before and after SFT, roughly
     # Reward model
     reward_updates: int = 210       # 840 pairs, 8 an update: 105 updates an epoch, 2 epochs
     reward_batch: int = 8           # pairs an update
@@ -141,7 +144,7 @@ class Config:
     ppo_actor_lr: float = 5e-6
     ppo_critic_lr: float = 1e-5
     ppo_save_every: int = 10        # iterations between saves
-    clip: float = 0.2               # a ratio beyond 0.8 to 1.2 earns nothing more
+    clip: float = 0.2               # gains end at ratio 1.2 (advantage > 0) or 0.8 (advantage < 0)
     kl_coef: float = 0.02           # price of one nat of log-ratio to the reference
     value_coef: float = 0.5
     gamma: float = 1.0              # discount
@@ -173,10 +176,10 @@ class Config:
 
 
 # Chosen once, on train and validation only, with seeds 49, 1049, 2049. sft_lr: greedy success on
-# validation prompts is then 77, 78, 78 %, which leaves room on both sides. ppo_actor_lr: of 3e-4,
-# 2e-4, 1.5e-4 and 1e-4 the largest with which at least 90 % of the sampled answers stay in the
-# rubric's grammar over the last 20 iterations, under both corpora, while the judge's score of
-# sampled answers to validation prompts rises (README has the table).
+# validation prompts is then 77, 78, 78 %: room on both sides. ppo_actor_lr: the largest of 3e-4,
+# 2e-4, 1.5e-4, 1e-4 that keeps 90 % of the sampled answers in the rubric's grammar over the last 20
+# iterations, under both corpora, while the judge's score of sampled answers to validation prompts
+# rises (README has the table).
 TINY_SETTINGS = {"sft_lr": 2.5e-4, "sft_answers": 180, "reward_lr": 5e-4, "ppo_actor_lr": 1e-4,
                  "ppo_critic_lr": 2e-3, "dtype": "float32"}
 
@@ -283,7 +286,7 @@ def preference_pairs(i: int, revision: str) -> list[tuple[int, tuple, tuple]]:
     v1 lets the note number name the design of the pair. v2 rotates the notes, and lets both answers
     share their style wherever relevance is to decide: only the context tells most pairs apart.
     """
-    right, even, even_half = i // 40, i % 2 == 0, i // 2 % 2 == 0
+    right = i // 40
     if revision == "v1":
         wrong = (right + 1 + i % 5) % 6
         return [(0, (right, HEDGED, False), (wrong, OVERCERTAIN, False)),
@@ -291,7 +294,7 @@ def preference_pairs(i: int, revision: str) -> list[tuple[int, tuple, tuple]]:
                 (2, (right, HEDGED, True), (wrong, PLAIN, False)),
                 (3, (right, HEDGED, False), (right, OVERCERTAIN, True)),
                 (4, (right, PLAIN, True), (wrong, HEDGED, False))]
-    wrong = (right + 1 + i // 5 % 5) % 6
+    wrong, even, even_half = (right + 1 + i // 5 % 5) % 6, i % 2 == 0, i // 2 % 2 == 0
     designs = [((right, HEDGED, even), (wrong, HEDGED, even)),
                ((right, PLAIN, not even), (wrong, PLAIN, not even)),
                ((right, PLAIN, False), (wrong, HEDGED, True)),
@@ -336,6 +339,8 @@ def generate_corpus(revision: str = "v1") -> dict[str, list[dict]]:
             else:
                 corpus[f"{split}/preferences.jsonl"] += pairs
             if split == "train":
+                # Notes 7 and 11 to 14 occur in no pair: in a rollout no note tells the judge which
+                # style wins, so what it pays for there is what it has generalised.
                 corpus["train/demonstrations.jsonl"].append(corpus_row(
                     f"{family}-SFT", ask(7, "demonstration"),
                     completion=response(right, HEDGED, i % 2 == 0)))
@@ -451,8 +456,8 @@ class Tokens:
         return ids
 
     def decode(self, ids: list[int]) -> str:
-        """Text of all ids but the final EOS; other special tokens stay visible, and an id that
-        has no token becomes U+FFFD, which no rubric passes."""
+        """Text of all ids but the final EOS; other special tokens stay visible, and an id without
+        a token (Qwen2.5's vocabulary has such) becomes U+FFFD, which no rubric passes."""
         ids = ids[:-1] if ids and ids[-1] == self.eos else ids
         runs = itertools.groupby(ids, lambda i: self.tokenizer.id_to_token(i) is not None)
         return "".join(self.tokenizer.decode(list(run), skip_special_tokens=False) if known
@@ -502,17 +507,38 @@ def groups(items: list, size: int) -> list[list]:
     return [items[start:start + size] for start in range(0, len(items), size)]
 
 
+def last_column(mask: Tensor) -> Tensor:
+    """[B, T] -> [B] index of the last True in each row."""
+    return torch.where(mask, torch.arange(mask.shape[-1], device=mask.device), -1).amax(-1)
+
+
+def padded(flat: Tensor, mask: Tensor) -> Tensor:
+    """[tokens], row after row, -> [B, R] with zeros in the padding."""
+    return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, flat)
+
+
+def response_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """[B, R] -> [B]: mean over a response's own tokens (the denominator is its length)."""
+    return torch.where(mask, x, 0).sum(1) / mask.sum(1)
+
+
+def per_response(x: Tensor, mask: Tensor) -> list[list[float]]:
+    """[B, R] -> a list of each response's own numbers."""
+    return [row[keep].tolist() for row, keep in zip(x.detach().float(), mask)]
+
+
 # == 4 · Four roles: one architecture, four independent sets of parameters =========================
-# role       starts from  because                      head (its start)  learns    read at
-# actor      SFT          PPO refines what SFT taught  none              SFT, PPO  every prefix
-# reference  SFT          drift is measured from here  none              never     every prefix
-# reward     the base     a judge of answers that SFT  score             in its    last response
-#                         never saw; then frozen       (N(0, 0.02))      phase     token
-# critic     SFT          reads what the actor writes  value (zero)      PPO       prefix before
-#                                                                                  each token
+# role       starts from  head, its start      learns     read at
+# actor      SFT          none                 SFT, PPO   the prefix before each response token
+# reference  SFT          none                 never      the prefix before each response token
+# reward     the base     score, N(0, 0.02)    in 8       the last response token
+# critic     SFT          value, zero          PPO        the prefix before each response token
+# PPO refines what SFT taught; drift is measured from there; the critic reads what the actor writes;
+# the judge must also rate answers that SFT never saw, learns in section 8 and is then frozen.
+#
 # Both heads map H numbers to one. The value says before each token what is still to come, and zero
 # is an honest first guess. The score says after the last one how good it was; only differences of
-# scores are learned, so a random start costs nothing.
+# scores are learned, so a random zero point does no harm.
 #
 # loss              sums over                            divides by
 # SFT               response tokens, EOS included        all such tokens of the update
@@ -521,7 +547,7 @@ def groups(items: list, size: int) -> list[list]:
 #
 # Only adapters (LoRA) and heads learn; the base below them is frozen in every role.
 # Invariant: nothing is shared, not even the frozen base. The mistake: one trainable backbone for
-# judge and critic. Then fitting the critic moves the judge, and the target moves with the aim.
+# judge and critic. Then every update of the critic changes the very scores that it is fitted to.
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -614,7 +640,8 @@ def token_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
 def prefix_hidden(role: Role, batch: Batch) -> Tensor:
     """[B, R, H]: in column t the state of the prefix that is about to produce response token t.
 
-    For responses the shift from positions to the tokens they predict happens here only.
+    For responses the shift from positions to the tokens they predict happens here only: with P = 3
+    and R = 2 the states of columns 2 and 3 predict the tokens of columns 3 and 4.
     share_prefixes computes what rows begin with in common once (qwen.py, section 6): half the work.
     """
     hidden = role.model(batch.ids, batch.attention, share_prefixes=True)  # [B, T, H]
@@ -639,9 +666,10 @@ def reward_scores(role: Role, input_ids: Tensor, attention_mask: Tensor,
                   response_mask: Tensor) -> Tensor:
     """[B] the judge's score: its head at the last active response token, EOS included.
 
-    input_ids, attention_mask and response_mask (boolean) are [B, T]. Found from the mask, never
-    from a fixed column or an id: EOS also stands inside the prompt, and under padding the last
-    column is PAD. ValueError for a mask that cannot be meant.
+    input_ids, attention_mask and response_mask (boolean) are [B, T]: plain tensors, so that rows
+    laid out in another way can be scored too. Found from the mask, never from a fixed column or an
+    id: EOS also stands inside the prompt, and under padding the last column is PAD. ValueError for
+    a mask that cannot be meant.
     """
     if response_mask.dtype != torch.bool or response_mask.shape != input_ids.shape:
         raise ValueError(f"response_mask must be boolean {tuple(input_ids.shape)}, it is "
@@ -662,26 +690,12 @@ def batch_scores(role: Role, batch: Batch, names: list[str] | None = None) -> Te
     return scores
 
 
-def last_column(mask: Tensor) -> Tensor:
-    """[B, T] -> [B] index of the last True in each row."""
-    return torch.where(mask, torch.arange(mask.shape[-1], device=mask.device), -1).amax(-1)
-
-
-def padded(flat: Tensor, mask: Tensor) -> Tensor:
-    """[tokens], row after row, -> [B, R] with zeros in the padding."""
-    return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, flat)
-
-
-def response_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """[B, R] -> [B]: mean over a response's own tokens (the denominator is its length)."""
-    return torch.where(mask, x, 0).sum(1) / mask.sum(1)
-
-
 def sample_ids(logits: Tensor, uniforms: Tensor) -> Tensor:
     """[B, V] and one uniform in [0, 1) a row -> ids [B] by the inverse of the CDF.
 
     torch.multinomial would make a draw depend on its neighbours. In FP64, since 151,936 FP32 terms
-    sum to 1 only roughly. The first id whose mass ends beyond the target has a share above zero.
+    sum to 1 only roughly. right=True: the first id whose cumulative mass exceeds the target, so an
+    id of probability zero is never drawn.
     """
     cdf = logits.double().softmax(-1).cumsum(-1)  # [B, V]
     target = uniforms.to(cdf).unsqueeze(-1) * cdf[:, -1:]  # [B, 1]
@@ -694,7 +708,7 @@ class Answer:
     ids: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
     finish_reason: str = "length"
-    first_logits: Tensor | None = None  # [V], those that drew the first token
+    first_logits: Tensor | None = None  # [V], drew the first token; for section 10's drift check
 
 
 @torch.inference_mode()
@@ -727,7 +741,7 @@ def generate(role: Role, prompts: list[list[int]], max_response: int = 64,
             answer.logp.append(logp)
             answer.first_logits = logits[k].clone() if step == 0 else answer.first_logits
             answer.finish_reason = "eos" if token == eos else "length"
-        going = [k for k, row in enumerate(rows) if answers[row].finish_reason != "eos"]
+        going = [k for k, token in enumerate(ids.tolist()) if token != eos]
         if not going or step == max_response - 1:
             return answers
         if len(going) < len(rows):
@@ -741,6 +755,10 @@ def generate(role: Role, prompts: list[list[int]], max_response: int = 64,
 # forget a part. Invariant: stop after any update, start a fresh process, and every later number is
 # the same to the last bit. The mistakes: replaying the first epoch's order; restoring the random
 # state after data was drawn; a changed budget that silently reshapes the learning rate.
+#
+# Run (section 17) is the folder: run.config; run.tokens; run.role(name, "sft"), a Role on a base of
+# its own with the adapters of phase sft; run.judge(), the frozen judge; run.rows(file), rows of the
+# corpus; run.tokenized(file, column), their ids; run.finish(phase, files), which marks it as done.
 
 def learning_rate(step: int, total: int, peak: float, warmup_ratio: float = 0.1,
                   min_lr_ratio: float = 0.1) -> float:
@@ -757,13 +775,15 @@ def learning_rate(step: int, total: int, peak: float, warmup_ratio: float = 0.1,
 class Loop:
     """All that the next update of a phase depends on, and the loop that makes the updates.
 
-        for update in Loop(run, "sft", {"actor": actor}, 63, {"actor": (63, 2e-5)}, mark=21):
+        loop = Loop(run, "sft", {"actor": actor}, 63, {"actor": (63, 2e-5)}, mark=21)
+        for update in loop:
             loss.backward()                      # the body makes one update, 0-based
-            loop.record("updates", loss=loss.item(), **loop.step("actor"))
+            loop.record(loss=loss.item(), **loop.step("actor"))
 
-    After the body it saves if due (at multiples of `mark`; PPO more often), says something now and
-    then, and obeys Ctrl-C. It goes on from the phase's last state if there is one. With `start`,
-    the state kept at `mark`, it goes on from there and writes nothing: section 11 proves resume so.
+    After the body it saves if due (at multiples of `mark`, the updates of an epoch; PPO more
+    often), says something now and then, and obeys Ctrl-C. It goes on from the phase's last state if
+    there is one. With `start`, the state kept at the first `mark`, it goes on from there and writes
+    nothing: so section 11 proves resume.
     roles are {name: Role}, learning and frozen; rates {learning role: (its steps, peak rate)}.
     """
 
@@ -799,7 +819,7 @@ class Loop:
         keep_at = self.mark if self.mark < self.total else self.total // 2
         line = progress(("" if self.writes else "proof ") + self.phase, self.done, self.total)
         while True:
-            if self.writes and self.done == keep_at and self.phase in LEARN:
+            if self.writes and self.done == keep_at and self.phase in LEARN:    # not the base
                 self.run.save_state(self, KEPT_STATE)
             if self.done == self.total:
                 return
@@ -826,9 +846,8 @@ class Loop:
             if self.cursor == len(self.order):
                 self.order = torch.randperm(len(rows), generator=self.generators["order"]).tolist()
                 self.cursor = 0
-            taken = self.order[self.cursor:self.cursor + size - len(picked)]
-            picked += [rows[i] for i in taken]
-            self.cursor += len(taken)
+            picked.append(rows[self.order[self.cursor]])
+            self.cursor += 1
         return picked
 
     def step(self, name: str) -> dict:
@@ -845,7 +864,8 @@ class Loop:
                     raise CourseError(f"{where}: {key} of {name} learns and has no gradient")
         norm = float(nn.utils.clip_grad_norm_(learned.values(), self.cfg.grad_clip))
         if not math.isfinite(norm) or norm == 0 and self.steps[name] == 0:
-            raise CourseError(f"{where}: the gradient of {name} has norm {norm}; lower its rate")
+            raise CourseError(f"{where}: the gradient of {name} has norm {norm}: 0 means no "
+                              "signal; otherwise lower its rate")
         lr, optimizer = self.next_rate(name), self.optimizers[name]
         optimizer.param_groups[0]["lr"] = lr
         optimizer.step()
@@ -929,8 +949,11 @@ def learn_sft(run: Run, start: dict | None = None) -> Loop:
 #
 # What one could do instead. SFT may be enough: compare its row in the closing table. DPO learns
 # from the same pairs without judge, critic or sampling (recipe in section 14). And where an exact
-# verifier exists (here the rubric), optimising it directly beats every learned judge. We learn a
-# judge because the question is what happens when there is no verifier.
+# verifier exists (here the rubric), optimise that: no learned judge is needed. We learn one because
+# the question is what happens when there is no verifier.
+#
+# Scores 2 and 1: sigmoid(1) = 0.73, loss 0.31. Swapped: loss 1.31. Equal: 0.69, near the start. Add
+# 5 to both and nothing changes: the head's bias cancels, its true gradient is 0.
 
 def bradley_terry_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
     """-mean(logsigmoid(r_chosen - r_rejected)) over the pairs; both [pairs], result scalar.
@@ -940,7 +963,7 @@ def bradley_terry_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
 
 def pair_scores(role: Role, pairs: list) -> tuple[Tensor, Tensor]:
     """(prompt, chosen, rejected) ids -> scores of both, [pairs] each, from one forward."""
-    prompts, chosen, rejected = zip(*pairs)
+    prompts, chosen, rejected = zip(*pairs)     # rows 0..n-1 are chosen, n..2n-1 rejected
     scores = batch_scores(role, collate(prompts * 2, chosen + rejected, device=role.device))
     return scores[:len(pairs)], scores[len(pairs):]
 
@@ -982,7 +1005,8 @@ def learn_reward(run: Run, start: dict | None = None) -> Loop:
 #   10             squared error of values and returns                  one step of the critic
 # Steps 2 to 7 are constants for 8 to 10: only logp and the critic's new values carry gradients.
 #
-# A response of three tokens, the last one EOS, with the defaults and a score of 2:
+# A response of three tokens, the last one EOS, with the defaults and a score of 2 (the products are
+# computed unrounded):
 #
 #              old_logp  ref_logp  reward   value  delta   advantage  return
 #     token 0    -0.50     -0.70   -0.0040   0.50  0.4960     1.4280  1.9280
@@ -993,7 +1017,7 @@ def learn_reward(run: Run, start: dict | None = None) -> Loop:
 #     ratio * advantage          1.9275 0.9810 0.4756
 #     with the clipped ratio     1.7135 0.9810 0.4756    (1.3499 counts as 1.2)
 #     actor loss   -(1.7135 + 0.9810 + 0.4756) / 3          = -1.0567
-#     critic loss  0.5 * (1.4280^2 + 0.9810^2 + 0.5^2) / 3  =  0.5419   (if its values are the same)
+#     critic loss  0.5 * (1.4280^2 + 0.9810^2 + 0.5^2) / 3  =  0.5419    (first epoch)
 #
 # Invariants: old_logp is what drew the token, from the very logits that drew it; an end is an end.
 # The mistakes: filtering the distribution (top-p) and then scoring the unfiltered one, which makes
@@ -1013,9 +1037,10 @@ def token_rewards(old_logp: Tensor, ref_logp: Tensor, score: Tensor, truncated: 
         reward[t]     = -kl_coef * (old_logp[t] - ref_logp[t])
         reward[last] +=  score - truncation_penalty * truncated
 
-    The log-ratio can be negative, is not the exact KL, and costs reward only where logp > ref_logp.
-    `last` is the last token inside the mask, not the last column. (InstructGPT, eq. 2 without its
-    pretraining term, spread over the tokens.)
+    The log-ratio can be negative, is not the exact KL, and costs reward only where old_logp is the
+    larger one. `last` is the last token inside the mask, not the last column: with EOS in column 4
+    of R = 7 the columns 5 and 6 stay 0. (InstructGPT, eq. 2 without its pretraining term, spread
+    over the tokens.)
     """
     mask = torch.ones_like(old_logp, dtype=torch.bool) if mask is None else mask
     score, truncated = (torch.as_tensor(x, dtype=torch.float32, device=old_logp.device)
@@ -1036,6 +1061,8 @@ def gae(rewards: Tensor, values: Tensor, gamma: float = 1.0,
         return[t]    = advantage[t] + value[t]
 
     Past the last token value and advantage are 0: EOS and a cut at the limit both end the episode.
+    In a batch the padding of a short row has reward = value = 0, so walking back through it leaves
+    advantage 0 until the row's own last token: no mask is needed.
     """
     rewards, values = rewards.detach().float(), values.detach().float()
     advantages = torch.zeros_like(rewards)
@@ -1049,8 +1076,8 @@ def gae(rewards: Tensor, values: Tensor, gamma: float = 1.0,
 
 # Two means, and a contradiction that is none. SFT divides by all tokens of the update: each token
 # is one piece of evidence about the next word, wherever it stands. The two losses below take a mean
-# per response first: there a whole response was judged, once, and its evidence should not grow with
-# its length. In SFT a mean of means would be the mistake; here it is meant.
+# per response first: in PPO a whole response was judged, once, and its evidence should not grow
+# with its length. In SFT a mean of means would be the mistake; here it is meant.
 
 def ppo_actor_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
                    clip: float = 0.2) -> Tensor:
@@ -1060,8 +1087,11 @@ def ppo_actor_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Ten
         loss  = -min(ratio * advantage, clip(ratio, 1 - clip, 1 + clip) * advantage)
 
     Mean over each response's tokens (its own length), then over the B responses. The min removes
-    gains only: a ratio that moved the wrong way keeps its gradient.
+    gains only. With clip 0.2 and advantage +1 a token pays at most 1.2, so it has no gradient above
+    1.2; with advantage -1 it has none below 0.8. But ratio 1.3 with advantage -1 costs 1.3 in full:
+    the way back stays open.
     """
+    # `where` before `exp`: padding may hold nan, and in the backward pass 0 * nan is nan.
     ratio = torch.where(mask, logp - old_logp.detach(), 0.0).exp()  # [B, R]
     advantages = advantages.detach()
     surrogate = torch.min(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
@@ -1081,22 +1111,18 @@ def critic_loss(values: Tensor, returns: Tensor, mask: Tensor, value_coef: float
 #
 # under the policy that samples. A *ratio*, because two steps are taken on responses that an older
 # actor drew: exp(logp - old_logp) corrects for that, and at ratio 1 its gradient is the one above.
-# The *clip*, because the correction is good only nearby: past 0.8 to 1.2 a token earns nothing
-# more. A *critic*, because subtracting what was expected anyway changes no expectation and takes
-# most of the noise away. *lambda* trades the critic's errors for noise: at 0 a token is judged by
-# the critic's next value alone, at 1 by all that came after. value_coef does nearly nothing here:
-# the critic has an optimizer of its own, and AdamW divides a constant factor out again. The value
-# head starts at zero, so that first values are 0 and not noise; the critic's adapters therefore get
-# a gradient of zero in the first update (the chain rule multiplies by the head).
+# The *clip*, because the correction is good only nearby: above 1.2 a good token, below 0.8 a bad
+# one earns nothing more. A *critic*, because subtracting what was expected changes no expectation
+# and takes most of the noise away. *lambda* trades the critic's errors for noise: at 0 a token is
+# judged by the critic's next value alone, at 1 by all that came after. value_coef does nearly
+# nothing here: the critic has an optimizer of its own, and AdamW divides a constant factor out
+# again. The value head starts at zero, so that first values are 0 and not noise; the critic's
+# adapters therefore get a gradient of zero in the first update (the chain rule multiplies by the
+# head).
 #
 # Invariant: reference and judge never change, actor and critic do, and a save holds all of it.
-# The mistake: refreshing old_logp between the two epochs. Then every ratio is 1 again, and the
-# clip, which ends the push for a token once its ratio has left 0.8 to 1.2, hardly ever bites.
-
-def per_response(x: Tensor, mask: Tensor) -> list[list[float]]:
-    """[B, R] -> a list of each response's own numbers."""
-    return [row[keep].tolist() for row, keep in zip(x.detach().float(), mask)]
-
+# The mistake: refreshing old_logp between the two epochs. Then every ratio starts at 1 again, and
+# the clip, which ends the push for a token once its ratio has left 0.8 to 1.2, hardly ever bites.
 
 def credit(rewards: Tensor, values: Tensor, mask: Tensor, cfg: Config) -> tuple[Tensor, Tensor]:
     """Advantages and returns, [B, R] each: the one place where rewards become credit."""
@@ -1133,11 +1159,10 @@ def collect_rollouts(loop: Loop, prompts: list[tuple[str, list[int]]]) -> tuple:
                                       mask, cfg.kl_coef, cfg.truncation_penalty)
     priced["advantages"], priced["returns"] = credit(priced["rewards"], priced["values"], mask, cfg)
     lists = {name: per_response(x, mask) for name, x in priced.items()}
-    records = [{"rollout_id": name, "prompt_id": prompt_id, "response_ids": answer.ids,
+    records = [{"rollout_id": names[k], "prompt_id": prompts[k][0], "response_ids": answer.ids,
                 "text": loop.run.tokens.decode(answer.ids), "finish_reason": answer.finish_reason,
-                "score": score, **{key: rows[k] for key, rows in lists.items()}}
-               for k, (name, (prompt_id, _), answer, score) in enumerate(
-                   zip(names, prompts, answers, scores.tolist()))]
+                "score": scores[k].item(), **{key: rows[k] for key, rows in lists.items()}}
+               for k, answer in enumerate(answers)]
     return batch, priced, records, [answer.first_logits for answer in answers]
 
 
@@ -1149,8 +1174,10 @@ def update_actor(loop: Loop, batch: Batch, priced: dict[str, Tensor]) -> dict:
     log_ratio = (logp - priced["old_logp"]).detach()
     ratio = log_ratio.exp()
     return {"loss": loss.item(), **loop.step("actor"),
-            # Over all tokens at once, unlike the loss. approx_kl estimates the KL from the old
-            # actor to the new one; its terms are never negative.
+            # Over all tokens at once, unlike the loss. In the first epoch the ratio is 1 but for
+            # rounding. clip_fraction counts tokens outside 0.8 to 1.2, even those whose gradient
+            # the min keeps. approx_kl estimates the KL from the old actor to the new one; its terms
+            # are never negative.
             "clip_fraction": ((ratio - 1).abs() > loop.cfg.clip)[mask].float().mean().item(),
             "approx_kl": (ratio - 1 - log_ratio)[mask].mean().item(),
             "responses": [{"logp": l, "ratio": r} for l, r in zip(
@@ -1176,14 +1203,14 @@ def learn_ppo(run: Run, start: dict | None = None) -> Loop:
     steps = cfg.ppo_iterations * cfg.ppo_epochs
     loop = Loop(run, "ppo", roles, cfg.ppo_iterations,
                 {"actor": (steps, cfg.ppo_actor_lr), "critic": (steps, cfg.ppo_critic_lr)},
-                mark=40, start=start)
+                mark=40, start=start)       # 40: the state that section 11 continues
     for iteration in loop:
         picked = loop.draw(cfg.ppo_prompts, prompts)
         entry = {"iteration": iteration + 1, "policy": learned_identity(roles["actor"]),
                  "prompt_ids": [name for name, _ in picked],
                  "actor_updates": [], "critic_updates": []}
         batch, priced, records, first_logits = collect_rollouts(loop, picked)
-        if iteration == 0:      # the two first responses: decoding beside one full forward
+        if iteration == 0:      # the first two responses: decoding beside one full forward
             with torch.no_grad():
                 full = roles["actor"].model.logits(prefix_hidden(roles["actor"], batch)[:2, 0])
             entry["first_token_logit_drift"] = [
@@ -1336,8 +1363,9 @@ def phase_resume(run: Run) -> None:
 #
 # Five populations, because averages hide: the test prompts, the 80 probe rows, their 20 distinct
 # contexts, and both unions. Success is counted over every answer. Relevance, over-certainty and
-# politeness are counted over the answers that the rubric recognizes: of other prose it can't say.
-# Each rate has an interval over families, since five prompts of one family are one situation.
+# politeness are counted over the answers that the rubric recognizes: about other prose it is
+# silent. Each rate has an interval over families, since five prompts of one family are one
+# situation.
 
 # Whose adapters; None means fresh ones with B = 0, which is the base itself.
 ACTORS = {"base": None, "sft": "sft", "ppo": "ppo/actor"}
@@ -1379,7 +1407,7 @@ def validate_sft(run: Run, actor: Role, update: int, greedy: bool) -> dict:
             for logp in response_logprobs(actor, batch).sum(1).tolist()]
     result = {"update": update, "chosen_logprobs": sums, "mean_chosen_token_logprob":
               sum(sums) / sum(len(row["response_ids"]) for row in chosen)}
-    if greedy:
+    if greedy:      # every fifth row is one a family
         reasons = [corpus_verdict(row, row["id"])["reason"]
                    for group in groups(rows[::max(1, len(rows) // cfg.sft_answers)],
                                        cfg.answer_batch)
@@ -1426,7 +1454,7 @@ def answer_held_out(run: Run, name: str) -> list[dict]:
                 answers[row["id"]] = row | {"score": score, "logp": own,
                                             "sampled_actor_reference_logratio": ratio}
         line(len(answers), f"score {fmean(r['score'] for r in answers.values()):+.2f}")
-        run.stop.check(f"while {name} answered, which begins again")
+        run.stop.check(f"while {name} answered; that part starts over")
     for row in probes:      # one prompt, one greedy answer: the four rows must agree exactly
         for key in ("response_ids", "text", "finish_reason", "score", "logp"):
             if answers[row["id"]][key] != answers[f"{row['family']}-C1-P0"][key]:
@@ -1478,7 +1506,7 @@ def population_metrics(rows: list[dict]) -> dict:
         metrics[name] = sum(map(bool, map(hit, counted)))
         metrics[f"{name}_rate"], metrics[f"{name}_rate_ci"] = family_mean(
             counted, lambda row: bool(hit(row)))
-    metrics["uncertainty_denominator"] = metrics["recognized"]
+    metrics["uncertainty_denominator"] = metrics["recognized"]      # of unsupported_certainty
     for name, value in (
             ("response_tokens", lambda row: len(row["response_ids"])),
             ("learned_reward", lambda row: row["score"]),
@@ -1489,7 +1517,7 @@ def population_metrics(rows: list[dict]) -> dict:
 
 
 def populations(rows: list[dict]) -> dict[str, list[dict]]:
-    """Repeated probe rows are repeats: 780 answers are not 780 situations, 200 are distinct."""
+    """*_contexts counts repeated probe rows once: 260 answers an actor, 200 distinct prompts."""
     test, probes = ([row for row in rows if row["id"].startswith("PROBE") == probe]
                     for probe in (False, True))
     return {"test": test, "probe_rows": probes, "probe_contexts": probes[::4],
@@ -1511,13 +1539,14 @@ def phase_evaluate(run: Run) -> None:
     with answers_guard(run):
         answers = {name: answer_held_out(run, name) for name in ACTORS}
     for name, rows in answers.items():
-        digests = {f"{part}_sha256": folder and run.adapter_digest(folder) for part, folder in (
+        digests = {f"{part}_sha256": source and run.adapter_digest(source) for part, source in (
             ("adapter", ACTORS[name]), ("judge", "reward"), ("reference", "sft"))}
         for row in rows:
             row |= {"expected_action": family_action(row["family"]), **run.origin(), **digests,
                     **corpus_verdict(row, row["id"])}
         results[name] = {population: {
             **population_metrics(part), **run.origin(), **digests,
+            # from the actor before it: base -> SFT -> PPO
             "change": paired_change(part, earlier[population]) if earlier else None}
             for population, part in populations(rows).items()}
         earlier = populations(rows)
@@ -1547,7 +1576,7 @@ MINIMAL_PAIRS = {
 
 @torch.no_grad()
 def score_texts(run: Run, items: list[tuple[str, str]]) -> list[float]:
-    """The frozen judge's scores of (prompt, response) texts; nothing may change by that."""
+    """The frozen judge's scores of (prompt, response) texts, which must leave it unchanged."""
     reward, file = run.judge(), run.adapter_digest("reward")
     before = fingerprints({"reward": reward})
     rows = [{"prompt": prompt, "response_ids": run.tokens.answer(text, run.config.max_response)}
@@ -1560,9 +1589,9 @@ def score_texts(run: Run, items: list[tuple[str, str]]) -> list[float]:
 
 
 def audit_judge(run: Run) -> dict:
-    """Accuracy on the 180 test pairs, and beside it, on every test family, how often the first of
-    MINIMAL_PAIRS scores higher: 216 comparisons of relevance, 144 of certainty, 216 of politeness
-    (also by note; 50 % is indifference), 144 of hedging. A tie counts for neither.
+    """Accuracy on the 180 test pairs, and beside it, on every test family, how often the first
+    answer of each minimal pair scores higher: 216 comparisons of relevance, 144 of certainty, 216
+    of politeness (also by note; 50 % is indifference), 144 of hedging. A tie counts for neither.
 
     The prompt is one of the family's own; which one rotates with the family.
     """
@@ -1572,6 +1601,7 @@ def audit_judge(run: Run) -> dict:
         items |= {(row["id"], key): (row["prompt"], row[key]) for key in ("chosen", "rejected")}
         if int(row["id"][-1]) == i % 5:
             notes[family] = re.search(r"note (\d)", row["prompt"]).group(1)
+            # The wrong action by v1's rule, whichever corpus: one yardstick for both.
             for fits, action in ((True, right), (False, (right + 1 + i % 5) % 6)):
                 items |= {(family, fits, *style): (row["prompt"], response(action, *style))
                           for style in STYLES}
@@ -1627,7 +1657,7 @@ def phase_probes(run: Run) -> None:
 # == 14 · The lesson: runs side by side ============================================================
 # A lesson compares ordinary run folders: several seeds of v1 and of v2 that share one base, longer
 # runs, another price of log-ratio. Invariant: the groups differ in what their names say and in
-# nothing else. The mistake: comparing two judges on one corpus' pairs, or calling one seed a
+# nothing else. The mistake: ranking two judges by the pairs of one corpus, or calling one seed a
 # result. To take home: test a judge on minimal pairs, of each property that you care about and of
 # each that you don't; and when the corpus was wrong, repair it as a new revision with a new test.
 # The old test has the old fault, and whoever looked at it while repairing has trained on it.
@@ -1662,7 +1692,7 @@ def sft_samples(run: Run) -> list[list[dict]]:
                 samples += [sample | {"score": score, **corpus_verdict(sample, row["id"])}
                             for sample, score in zip(part, batch_scores(reward, batch).tolist())]
             line(done, f"{size} samples of each test prompt")
-            run.stop.check("while it sampled, which begins again")
+            run.stop.check("while it sampled; that part starts over")
     write(path, samples)
     run.finish("lesson", [path.name])
     return groups(samples, size)
@@ -1685,7 +1715,8 @@ def sft_samples(run: Run) -> list[list[dict]]:
 #       loss = loss - 0.01 * response_mean(entropy, mask).mean()
 #   Expect more varied answers. Tried: -old_logp 0.27 nats a token (unchanged: 0.14), score +2.27,
 #   rubric 22.5%, log-ratio +0.577; 52 uncertified, 3 undecodable.
-# 3 GRPO (Shao et al.). In credit, for its body; in learn_ppo, for `picked =`:
+# 3 GRPO (Shao et al., whose KL stands in the loss; here it stays in the reward). In credit, for its
+#   body; in learn_ppo, for `picked =`:
 #       total = rewards.sum(1, keepdim=True)  # [B, 1]: the group is the iteration
 #       return torch.where(mask, (total - total.mean()) / (total.std() + 1e-4), 0.0), total * mask
 #       picked = loop.draw(1, prompts) * cfg.ppo_prompts
