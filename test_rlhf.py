@@ -109,13 +109,6 @@ def pinned():
     """The pinned tokenizer."""
     return rlhf.Tokens()
 
-def run_main(capsys, *argv):
-    """rlhf.main in this process: (exit status, standard output, standard error)."""
-    try:
-        return rlhf.main([str(a) for a in argv]), *capsys.readouterr()
-    finally:
-        torch.set_deterministic_debug_mode("default")
-
 
 # == The forward (qwen.py) =========================================================================
 # Three oracles: committed logits of transformers, transformers itself where it is installed, and
@@ -431,12 +424,11 @@ def test_a_phase_reads_its_own_fields_and_the_shared_ones(phase):
     assert Config().read_by(phase) == {name: value for name, value in config.items() if owner(
         name) in (None, phase) and name != "log_every"}
 
-def test_settings_are_taken_in_their_fields_type(tmp_path, capsys):
+def test_settings_are_taken_in_their_fields_type(tmp_path):
     settings = {"sft_updates": 5, "sft_lr": 0.0, "reward_lr": 3e-4, "gamma": 0.0, "seed": 0,
                 "dtype": "bfloat16", "max_response": 1}
-    argv = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
-    run_main(capsys, "--phase", "data", "--model", "tiny", "--out", tmp_path, *argv)
-    config = json.loads((tmp_path / "run.json").read_text(encoding="utf-8"))["config"]
+    call("--phase", "data", "--model", "tiny", "--out", tmp_path, **settings)
+    config = load(tmp_path / "run.json")["config"]
     assert {k: repr(v) for k, v in settings.items()} == {k: repr(config[k]) for k in settings}
 
 @pytest.mark.parametrize("setting", [
@@ -444,8 +436,8 @@ def test_settings_are_taken_in_their_fields_type(tmp_path, capsys):
     "sft_updates=5.5", "sft_updates=", "sft_lr=fast", "clip=0,2", "dtype=fp32",  # wrong type
     "sft_updates=0", "ppo_prompts=-1", "lora_rank=0", "max_response=0", "seed=-1", "clip=-0.2",
     "sft_lr=-1e-5", "sft_lr=nan", "gamma=inf", "grad_clip=1e999"])               # no sense
-def test_a_nonsense_setting_is_a_usage_error_that_lists_the_fields(tmp_path, capsys, setting):
-    status, _, error = run_main(capsys, "--phase", "data", "--model", "tiny", "--out",
+def test_a_nonsense_setting_is_a_usage_error_that_lists_the_fields(tmp_path, setting):
+    status, _, error = call("--phase", "data", "--model", "tiny", "--out",
                                 tmp_path / "run", "--set", "sft_updates=5", "--set", setting)
     assert status == 2 and not (tmp_path / "run").exists()
     assert all(re.search(rf"\b{f.name}\b", error) for f in dataclasses.fields(Config))
@@ -535,10 +527,10 @@ def test_the_corpus_is_the_one_of_the_contracts_tables(revision):
                    for rows in corpus.values() for row in rows), "a prompt gives the answer away"
 
 def test_phase_data_writes_byte_for_byte_the_committed_files_and_rewrites_none(
-        tmp_path, monkeypatch, capsys):
+        tmp_path, monkeypatch):
     monkeypatch.setattr(rlhf, "DATA", tmp_path / "data")
     argv = ("--phase", "data", "--model", "tiny", "--out", tmp_path / "run")
-    assert run_main(capsys, *argv)[0] == 0
+    assert call(*argv)[0] == 0
     for folder, revision in ((HERE / "data", "v1"), (HERE / "data" / "v2", "v2")):
         manifest, audit = ((folder / f"{name}.json").read_text(encoding="utf-8")
                            for name in ("manifest", "audit"))
@@ -551,19 +543,18 @@ def test_phase_data_writes_byte_for_byte_the_committed_files_and_rewrites_none(
                     CORPUS[revision][name], name
                 assert hashlib.sha256(committed).hexdigest() in manifest, name
     stamps = {p: p.stat().st_mtime_ns for p in (tmp_path / "data").rglob("*.json*")}
-    assert run_main(capsys, *argv)[0] == 0
+    assert call(*argv)[0] == 0
     assert stamps == {p: p.stat().st_mtime_ns for p in stamps}
 
 @pytest.mark.parametrize("name", ["train/prompts.jsonl", "test/labels.jsonl", "manifest.json",
                                   "audit.json", "v2/probes/labels.jsonl"])
-def test_a_changed_corpus_file_is_refused_by_name_and_left_alone(
-        tmp_path, monkeypatch, capsys, name):
+def test_a_changed_corpus_file_is_refused_by_name_and_left_alone(tmp_path, monkeypatch, name):
     shutil.copytree(HERE / "data", tmp_path / "data")
     monkeypatch.setattr(rlhf, "DATA", tmp_path / "data")
     path = tmp_path / "data" / name
     changed = path.read_bytes().replace(b"a", b"e", 1)
     path.write_bytes(changed)
-    status, _, error = run_main(capsys, "--phase", "data", "--model", "tiny", "--out",
+    status, _, error = call("--phase", "data", "--model", "tiny", "--out",
                                 tmp_path / "run")
     assert status == 1 and str(path) in error and path.read_bytes() == changed
 
@@ -1255,27 +1246,21 @@ def assert_gradients(role, expected=None):
         assert (ours[key] - value).norm() <= 1e-5 * value.norm() + 1e-9, key
     return ours
 
-def test_sft_supervises_the_pinned_eos():
-    role = mini_role(config=mini_config(151936, hidden=8, layers=1), disturbed=1)
-    examples, loss = [([5, EOS_ID, 7], [1, 2, EOS_ID]), ([8], [PAD_ID, EOS_ID])], 0.0
+@pytest.mark.parametrize("vocabulary, examples", [
+    (40, EXAMPLES), (151936, [([5, EOS_ID, 7], [1, 2, EOS_ID]), ([8], [PAD_ID, EOS_ID])])])
+def test_micro_batches_give_the_gradient_of_one_batch_and_the_pinned_eos_is_supervised(
+        vocabulary, examples):
+    """Ten targets in one row and two in another; the oracle: unpadded rows, plain softmax."""
+    role, loss = mini_role(config=mini_config(vocabulary, hidden=8, layers=1), disturbed=1), 0.0
     for prompt, answer in examples:
         logits = role.model.logits(role.model(torch.tensor([prompt + answer])))[0]
         loss = loss - logits[len(prompt) - 1:-1].log_softmax(-1)[range(len(answer)), answer].sum()
-    (loss / 5).backward()
-    expected = assert_gradients(role)
-    assert rlhf.sft_gradient(role, examples, 2) == pytest.approx(loss.item() / 5, rel=1e-5)
-    assert_gradients(role, expected)
-
-def test_micro_batches_of_two_and_ten_targets_give_the_gradient_of_one_batch():
-    role, loss = mini_role(disturbed=1), 0.0
-    for prompt, answer in EXAMPLES:      # the oracle: unpadded rows, plain softmax
-        logits = role.model.logits(role.model(torch.tensor([prompt + answer])))[0]
-        loss = loss - logits[len(prompt) - 1:-1].log_softmax(-1)[range(len(answer)), answer].sum()
-    (loss / 15).backward()
+    loss = loss / sum(len(answer) for _, answer in examples)
+    loss.backward()
     expected = assert_gradients(role)
     for micro_batch in (1, 2, 3, 16):    # 2 leaves a short last group
-        assert rlhf.sft_gradient(role, EXAMPLES, micro_batch) == pytest.approx(
-            loss.item() / 15, rel=1e-5), "a mean of means is not the mean of the batch"
+        assert rlhf.sft_gradient(role, examples, micro_batch) == pytest.approx(
+            loss.item(), rel=1e-5), "a mean of means is not the mean of the batch"
         assert_gradients(role, expected)
 
 def test_pair_scores_and_their_gradient_do_not_depend_on_the_grouping():
