@@ -192,6 +192,15 @@ TINY_SETTINGS = {"sft_lr": 2.5e-4, "sft_answers": 180, "reward_lr": 5e-4, "ppo_a
 # more; a repair needs a new revision of the corpus and a new test (which is what v2 is).
 # All splits share the six actions and the thirty troubles: a test family is a new pairing of a
 # trouble and a place, a probe has a new place. So nothing here measures wide generalisation.
+#
+# A family is a trouble in a place. The first of the 240, its note 0, and the two answers to it:
+#
+#     Office help, OH000, note 0 (preference card).
+#     At the front desk, the print queue shows a pause sign.
+#     Give one relevant next step and claim no guarantee.
+#
+#     chosen    It may help to open the print queue and resume it.
+#     rejected  This is guaranteed to work: push the loose cable back in at both ends.
 
 CORPUS_SEED = 49                # the split of the families; not settable, it *is* the corpus
 PLAIN, HEDGED, OVERCERTAIN = range(3)
@@ -243,7 +252,7 @@ PROBE_PLACES = ("In the archive", "In the guest office", "At the loading bay", "
 
 
 def response(action: int, certainty: int, polite: bool) -> str:
-    """The answer with action 0-5, certainty 0 plain, 1 hedged or 2 unjustified, and politeness."""
+    """The answer with action 0-5, certainty 0 plain, 1 hedged or 2 over-certain, and politeness."""
     advice = ACTIONS[action][0]
     text = CERTAINTY[certainty].format(advice=advice, Advice=advice[0].upper() + advice[1:])
     return text + (POLITE if polite else "")
@@ -363,8 +372,9 @@ GRAMMAR = {response(action, *style): (action, *style) for action in range(6) for
 def evaluate_response(text: str, finish_reason: str, expected_action: int) -> dict:
     """Score one answer by the rubric. finish_reason is "eos" or "length", expected_action 0-5.
 
-    Success means: recognized as a whole, finished by EOS, the expected action, no unjustified
-    certainty, no refusal. unsupported_certainty, relevant and polite are None when not recognized.
+    Success means: recognized as a whole, finished by EOS, the expected action, not over-certain,
+    no refusal. unsupported_certainty (over-certain), relevant and polite are None when not
+    recognized.
     """
     if finish_reason not in ("eos", "length") or expected_action not in range(6):
         raise ValueError(f"no finish_reason or action: {finish_reason!r}, {expected_action!r}")
@@ -555,8 +565,9 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 class LoRALinear(nn.Module):
     """y = W x + (alpha / rank) * B(A x): a frozen linear layer plus a low-rank branch that learns.
 
-    x [..., in] -> [..., out]. A is [rank, in], B is [out, rank]; both FP32 and without bias. The
-    branch is computed in FP32 and the sum returned in the base's dtype (Hu et al. 2021, eq. 3).
+    x [..., in] -> [..., out]. A is [rank, in], B is [out, rank]; both FP32 and without bias. With
+    rank 8 and 896 x 896 that is 14,336 numbers beside 802,816 frozen ones. The branch is computed
+    in FP32 and the sum returned in the base's dtype (Hu et al. 2021, eq. 3).
     """
 
     def __init__(self, base: nn.Linear, rank: int, alpha: float, generator: torch.Generator):
@@ -852,20 +863,10 @@ class Loop:
 
     def step(self, name: str) -> dict:
         """One optimizer step of role `name` with the gradients that were just accumulated; returns
-        rate and gradient norm (before clipping). CourseError if a gradient is missing or not
-        finite, if a frozen parameter of any role holds one, or if all are zero in the first step
-        (later that is possible: every token may be clipped)."""
-        where, learned = f"{self.phase}, update {self.done + 1}", self.roles[name].learned()
-        for other, role in self.roles.items():
-            for key, parameter in role.named_parameters():
-                if parameter.grad is not None and not parameter.requires_grad:
-                    raise CourseError(f"{where}: frozen {key} of {other} holds a gradient")
-                if parameter.grad is None and other == name and key in learned:
-                    raise CourseError(f"{where}: {key} of {name} learns and has no gradient")
+        rate and gradient norm (before clipping). Section 17 says which gradients are an error."""
+        learned = self.roles[name].learned()
         norm = float(nn.utils.clip_grad_norm_(learned.values(), self.cfg.grad_clip))
-        if not math.isfinite(norm) or norm == 0 and self.steps[name] == 0:
-            raise CourseError(f"{where}: the gradient of {name} has norm {norm}: 0 means no "
-                              "signal; otherwise lower its rate")
+        check_gradients(self, name, norm)
         lr, optimizer = self.next_rate(name), self.optimizers[name]
         optimizer.param_groups[0]["lr"] = lr
         optimizer.step()
@@ -1123,6 +1124,14 @@ def critic_loss(values: Tensor, returns: Tensor, mask: Tensor, value_coef: float
 # Invariant: reference and judge never change, actor and critic do, and a save holds all of it.
 # The mistake: refreshing old_logp between the two epochs. Then every ratio starts at 1 again, and
 # the clip, which ends the push for a token once its ratio has left 0.8 to 1.2, hardly ever bites.
+#
+# What a run prints, means of the last ten iterations:
+#
+#     ppo   90/100    26 s left  score  +0.83  rubric  45%  log-ratio +0.002  tokens  18  EOS 100%
+#
+# Score and rubric should rise together; score alone is the shortcut. A log-ratio that runs away
+# means that the actor has left the answers on which the judge was trained, more tokens an answer
+# that length is being paid for, EOS below 100 % that answers no longer end.
 
 def credit(rewards: Tensor, values: Tensor, mask: Tensor, cfg: Config) -> tuple[Tensor, Tensor]:
     """Advantages and returns, [B, R] each: the one place where rewards become credit."""
@@ -1608,7 +1617,7 @@ def audit_judge(run: Run) -> dict:
     score, audit = dict(zip(items, score_texts(run, list(items.values())))), {}
     wins = lambda row: row["gain"] > 0
     for name, pairs in MINIMAL_PAIRS.items():
-        rows = [{"family": f, "note": note, "gain": score[f, *a] - score[f, *b]}
+        rows = [{"family": f, "note": note, "gain": score[(f, *a)] - score[(f, *b)]}
                 for f, note in notes.items() for a, b in pairs]
         rate, interval = family_mean(rows, wins)
         audit[name] = {
@@ -2103,6 +2112,21 @@ def assert_role_isolation(roles: dict[str, Role]) -> None:
                     or parameter.dtype != (torch.float32 if key in learned else base_dtype):
                 raise CourseError(f"role {name}: {key} is {parameter.dtype} with requires_grad="
                                   f"{parameter.requires_grad}")
+
+
+def check_gradients(loop: Loop, name: str, norm: float) -> None:
+    """CourseError if a parameter of role `name` has no gradient, if a frozen one of any role has,
+    or if the norm is not finite or, in the first step, zero (later every token may be clipped)."""
+    where, learned = f"{loop.phase}, update {loop.done + 1}", loop.roles[name].learned()
+    for other, role in loop.roles.items():
+        for key, parameter in role.named_parameters():
+            if parameter.grad is not None and not parameter.requires_grad:
+                raise CourseError(f"{where}: frozen {key} of {other} holds a gradient")
+            if parameter.grad is None and other == name and key in learned:
+                raise CourseError(f"{where}: {key} of {name} learns and has no gradient")
+    if not math.isfinite(norm) or norm == 0 and loop.steps[name] == 0:
+        raise CourseError(f"{where}: the gradient of {name} has norm {norm}: 0 means no signal; "
+                          "otherwise lower its rate")
 
 
 def check_roles(loop: Loop) -> dict:
