@@ -2717,6 +2717,50 @@ def test_the_report_holds_the_runs_own_json_and_hostile_text_stays_text(course, 
     assert evil not in page and page.count("</script") == (
         HERE / "data" / "report_template.html").read_text(encoding="utf-8").count("</script")
 
+DOM = r"""
+class E { constructor(t) { this.t = t; this.k = []; this.classList = { toggle() {} } }
+  append(...c) { this.k.push(...c) } replaceChildren(...c) { this.k = c }
+  setAttribute() {} addEventListener() {} get firstChild() { return this.k[0] }
+  get textContent() { return this.k.map(c => c.textContent ?? c).join(" ") }
+  set textContent(c) { this.k = [c] } }
+class Cell extends E {}
+const [script, ...pages] = JSON.parse(require("fs").readFileSync(0, "utf8"));
+console.log(JSON.stringify(pages.map(data => { const ids = {};
+  new Function("DATA", "document", "Node", "HTMLTableCellElement", "innerWidth", script)(data, {
+    createElement: t => /^t[dh]$/.test(t) ? new Cell(t) : new E(t),
+    createElementNS: (_, t) => new E(t),
+    getElementById: id => ids[id] ||= new E(id) }, E, Cell, 1280);
+  return ["bar", "top", "main"].map(id => ids[id].textContent).join(" ") })));
+"""
+
+def test_the_page_says_what_the_files_say_and_nothing_of_its_own(course):
+    """Its numbers follow from the run's JSON, whatever part of that is missing yet."""
+    page = (course.folder / "report.html").read_text(encoding="utf-8")
+    before, _, rest = page.partition("const DATA = ")
+    data, end = json.JSONDecoder().raw_decode(rest)
+    script, template = rest.split('"use strict";')[-1].split("</script>")[0], before + rest[end:]
+    assert not re.search(r"\beval\(|innerHTML|outerHTML|insertAdjacent|document\.write|fetch\("
+                         r"|@import|url\(|<link|src=", template)
+    assert re.findall(r"https?://[^\"']*", template) == ["http://www.w3.org/2000/svg"]
+    assert {*re.findall(r"\d+(?= ?%)", script)} <= {"0", "50", "95"}        # a coin, an interval
+    assert not re.search("[+\u2212]\\d+\\.\\d", script)                    # no result is written in
+    assert {*re.findall(r"\bDATA\.(\w+)", script)} <= {*data, "lesson"}
+    assert {*re.findall(r'key: "(\w+)"', script)} <= data["results"]["ppo"]["test"].keys()
+    if not shutil.which("node"):
+        pytest.skip("node is missing: the page was read and not run")
+    empty = {**dict.fromkeys(data), "run": data["run"], "rollouts": [], "answers": {}, "done": {},
+             "resume": {}, "history": dict.fromkeys(data["history"])}
+    stopped = [data | {key: empty[key]} for key in data] + [empty]
+    shown, *others = json.loads(subprocess.run(
+        ["node", "-e", DOM], check=True, text=True, encoding="utf-8", capture_output=True,
+        input=json.dumps([script, data, *stopped])).stdout)
+    tests = [data["results"][actor]["test"] for actor in ("base", "sft", "ppo")]
+    rates = [m["rubric_success_rate"] for m in tests] + [data["reward_test"]["accuracy"]]
+    assert all(f"{int(100 * rate + .5)}\xa0%" in shown for rate in rates)
+    assert data["verdict"] in shown
+    assert all(f"{abs(m['mean_learned_reward']):.2f}" in shown for m in tests)
+    assert not [t for t in (shown, *others) if re.search(r"undefined|NaN|\[object|Infinity", t)]
+
 @pytest.mark.parametrize("phases", [(), ("base",), ("base", "sft", "reward")])
 def test_the_report_of_a_stopped_run_works(course, tmp_path, phases):
     folder = part_of(course, tmp_path / "run", *phases)
