@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # /// script
 # requires-python = ">=3.10"
-# dependencies = ["torch>=2.13", "safetensors", "tokenizers", "numpy", "pytest"]
+# dependencies = ["torch>=2.6", "safetensors", "tokenizers", "numpy", "pytest"]
 # ///
 """RLHF in one file: does optimising a *learned* score improve the *real* criterion?
 
@@ -156,7 +156,7 @@ class Config:
     min_lr_ratio: float = 0.1       # what is left of the peak at the last update
     grad_clip: float = 1.0          # largest norm of a gradient
     micro_batch: int = 16           # sequences a forward in SFT and reward model: memory, not math
-    answer_batch: int = 60          # held-out answers generated together
+    answer_batch: int = 60          # test and probe answers generated together: memory again
     lora_rank: int = 8
     lora_alpha: int = 16
     seed: int = 49                  # streams are seed +1, +100 ...: compare seeds 1,000 apart
@@ -167,12 +167,14 @@ class Config:
 
     def read_by(self, phase: str) -> dict:
         """What a phase reads, so that it can't go on after one of them changed: the fields with its
-        prefix and those without any, six of which are PPO's."""
-        def owner(name: str) -> str:
-            of_ppo = ("clip", "kl_coef", "value_coef", "gamma", "lam", "truncation_penalty")
-            return "ppo" if name in of_ppo else name.split("_")[0]
-        return {name: value for name, value in vars(self).items() if name != "log_every" and (
-            owner(name) == phase or owner(name) not in ("base", "sft", "reward", "ppo"))}
+        prefix and those without any, except for the ones named here."""
+        readers = {"log_every": (), "answer_batch": ("evaluate",), "micro_batch": ("sft", "reward"),
+                   **dict.fromkeys(("clip", "kl_coef", "value_coef", "gamma", "lam",
+                                    "truncation_penalty"), ("ppo",))}
+        for name in vars(self):
+            if name.startswith(("base_", "sft_", "reward_", "ppo_")):
+                readers[name] = (name.split("_")[0],)
+        return {name: v for name, v in vars(self).items() if phase in readers.get(name, (phase,))}
 
 
 # Chosen once, on train and validation only, with seeds 49, 1049, 2049. sft_lr: greedy success on
@@ -1314,7 +1316,7 @@ def restore(loop: Loop, state: dict, source: Path | str) -> None:
     random.setstate(state["rng"]["python"])
     np.random.set_state(state["rng"]["numpy"])
     torch.set_rng_state(state["rng"]["torch"])
-    if loop.run.device.type == "cuda":
+    if loop.run.device.type == "cuda" and state["rng"]["cuda"] is not None:     # made on a CPU
         torch.cuda.set_rng_state(state["rng"]["cuda"], loop.run.device)
     again = loop_state(loop)
     for key in ("phase", "total", "next_rate", "fingerprints"):
@@ -1419,7 +1421,7 @@ def validate_sft(run: Run, actor: Role, update: int, greedy: bool) -> dict:
     if greedy:      # every fifth row is one a family
         reasons = [corpus_verdict(row, row["id"])["reason"]
                    for group in groups(rows[::max(1, len(rows) // cfg.sft_answers)],
-                                       cfg.answer_batch)
+                                       4 * cfg.micro_batch)
                    for row in answer_rows(run, actor, group, "sft validation")]
         result |= {"greedy_rubric_success": reasons.count("success") / len(reasons),
                    "greedy_reasons": dict(collections.Counter(reasons))}
@@ -1590,8 +1592,8 @@ def score_texts(run: Run, items: list[tuple[str, str]]) -> list[float]:
     before = fingerprints({"reward": reward})
     rows = [{"prompt": prompt, "response_ids": run.tokens.answer(text, run.config.max_response)}
             for prompt, text in items]
-    scores = [score for _, batch in answered_batches(run, rows, "scored")
-              for score in batch_scores(reward, batch).tolist()]
+    scores = [score for part, batch in answered_batches(run, rows, "scored")
+              for score in batch_scores(reward, batch, [r["prompt"] for r in part]).tolist()]
     if (fingerprints({"reward": reward}), run.adapter_digest("reward")) != (before, file):
         raise CourseError("the judge changed while it was only to be read")
     return scores
@@ -1840,8 +1842,10 @@ def phase_base(run: Run) -> None:
         paths = [run.base_file(name) for name in PINNED_SHA256]
         for path in paths:
             if not path.is_file():
-                raise CourseError(f"{path} is missing: --model takes auto, tiny, qwen or a folder "
-                                  "of config.json, tokenizer.json and one model.safetensors")
+                found = os.listdir(path.parent) if path.parent.is_dir() else "no folder"
+                raise CourseError(f"{path} is missing (found: {found}); --model takes auto, tiny, "
+                                  "qwen or a folder of config.json, tokenizer.json and one "
+                                  "model.safetensors (no .bin, no .gguf, no shards)")
             if run.model == "qwen" and sha256_file(path) != PINNED_SHA256[path.name]:
                 raise CourseError(f"{path} ({path.stat().st_size} bytes) is not the pinned file of "
                                   f"sha256 {PINNED_SHA256[path.name]}: {PINNED_URL}{path.name}")
@@ -2023,10 +2027,10 @@ def sha256_file(path: Path) -> str:
 
 
 def say(text: str, stream=None) -> None:
-    """Print now; a reader that left (| head, | tee after Ctrl-C) does not stop the work."""
+    """Print now; a reader that left (| head, a closed terminal) does not stop the work."""
     try:
         print(text, file=stream or sys.stdout, flush=True)
-    except BrokenPipeError:
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), (stream or sys.stdout).fileno())
 
 
@@ -2056,7 +2060,8 @@ class StopRequest:
 
     def install(self) -> None:
         for number in self.NUMBERS:
-            signal.signal(number, self.on_signal)
+            if signal.getsignal(number) != signal.SIG_IGN:      # nohup stays nohup
+                signal.signal(number, self.on_signal)
 
     def on_signal(self, number, _frame) -> None:
         self.requested = number
@@ -2575,9 +2580,9 @@ def verdict(results: dict) -> str:
 def page_data(run: Run) -> dict:
     """The run's own JSON as the page gets it; what the run has not reached is None or empty."""
     def read(phase: str, name: str):
-        path = run.path(phase) / name
-        return read_json(path) if path.exists() else None
+        return read_json(run.path(phase) / name) if run.is_done(phase) else None
 
+    verify_corpus(run.corpus)
     prompts = {row["id"]: row["prompt"] for row in run.rows("train/prompts.jsonl")}
     rollouts = [*filter(None, (read("ppo", rollout_name(n + 1))
                                for n in range(run.config.ppo_iterations)))]
@@ -2808,7 +2813,8 @@ PHASE_FUNCTIONS = {
 
 def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="rlhf.py", formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="rlhf.py --phase PHASE [options]   (--prompt=TEXT if the text begins with a dash)",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         description=(__doc__ or "").split("\n\nRead it")[0],
         epilog="fields for --set: " + ", ".join(f.name for f in dataclasses.fields(Config)))
     add = parser.add_argument
@@ -2823,7 +2829,7 @@ def command_line() -> argparse.ArgumentParser:
         help="any config field, repeatable")
     add("--again", action="store_true", help="remove this phase and what follows from it first")
     add("--prompt", type=lambda text: text.encode().decode(), metavar="TEXT",
-        help="the question for --phase ask; --prompt=TEXT if it begins with a dash")
+        help="the question for --phase ask")
     return parser
 
 
@@ -2874,13 +2880,13 @@ def main(argv: list[str] | None = None) -> int:
         return 128 + stop.args[1]
     except KeyboardInterrupt:
         return 130
-    except (CourseError, OSError, MemoryError) as error:
-        say("error: " + " ".join(str(error).split() or ["out of memory"]), sys.stderr)
-        return 1
-    except RuntimeError as error:
-        if "memory" not in str(error).lower():      # the allocator's own error, on CPU and GPU
+    except (CourseError, OSError, MemoryError, RuntimeError) as error:
+        text = " ".join(str(error).split()) or "out of memory"
+        scarce = not isinstance(error, CourseError) and re.search("memory|alloc", text.lower())
+        if isinstance(error, RuntimeError) and not scarce:
             raise
-        say(f"error: {str(error)[:80]}; lower answer_batch or micro_batch (--set)", sys.stderr)
+        say(f"error: {text[:90]}; lower micro_batch (SFT, reward model) or answer_batch (evaluate)"
+            ": --phase PHASE --again --set ..." if scarce else f"error: {text}", sys.stderr)
         return 1
     finally:
         for number, handler in handlers.items():
