@@ -505,7 +505,8 @@ class Batch:
 
 def collate(prompts: list[list[int]], responses: list[list[int]], device="cpu",
             pad: int = 0) -> Batch:
-    """Lists of ids -> one Batch. `pad` is any id: the padding's content is never read."""
+    """Lists of ids -> one Batch. `pad` is any id: the padding's content is never read, so a test
+    may put any id there and must find the same numbers."""
     P, R = max(map(len, prompts)), max(map(len, responses))
     ids = torch.full((len(prompts), P + R), pad)
     attention = torch.zeros(len(prompts), P + R, dtype=torch.bool)
@@ -900,6 +901,8 @@ class Loop:
 
 
 # == 7 · SFT: show the model what a good answer looks like =========================================
+# Only the response is supervised. The prompt is the user's part: learning to predict it would spend
+# the adapters on headings and places. EOS is part of the response: it teaches when to stop.
 # Invariant: prompt and padding are masked by position, and one denominator serves the whole
 # update. The mistakes: a mean of micro-batch means (then the size of a micro-batch, a matter of
 # memory, changes the gradient), and an EOS masked because it looks like padding.
@@ -1046,12 +1049,10 @@ def token_rewards(old_logp: Tensor, ref_logp: Tensor, score: Tensor, truncated: 
     over the tokens.)
     """
     mask = torch.ones_like(old_logp, dtype=torch.bool) if mask is None else mask
-    score, truncated = (torch.as_tensor(x, dtype=torch.float32, device=old_logp.device)
-                        for x in (score, truncated))
+    score, truncated = (torch.as_tensor(x).to(old_logp) for x in (score, truncated))
     rewards = torch.where(mask, -kl_coef * (old_logp - ref_logp), 0.0)  # [B, R]
-    terminal = score - truncation_penalty * truncated  # [B]
-    return rewards.detach().scatter_add(-1, last_column(mask).unsqueeze(-1),
-                                        terminal.detach().unsqueeze(-1))
+    terminal = (score - truncation_penalty * truncated).unsqueeze(-1)  # [B, 1]
+    return rewards.scatter_add(-1, last_column(mask).unsqueeze(-1), terminal).detach()
 
 
 def gae(rewards: Tensor, values: Tensor, gamma: float = 1.0,
@@ -1377,6 +1378,10 @@ def phase_resume(run: Run) -> None:
 # politeness are counted over the answers that the rubric recognizes: about other prose it is
 # silent. Each rate has an interval over families, since five prompts of one family are one
 # situation.
+#
+# Greedy answers show the mode of a policy, but PPO is paid for samples, and the two can move apart:
+# a policy that shifts weight from bad samples to good ones has better rollouts and the same mode.
+# Rubric and score of samples stand in PPO's own lines; a claim about one is none about the other.
 
 # Whose adapters; None means fresh ones with B = 0, which is the base itself.
 ACTORS = {"base": None, "sft": "sft", "ppo": "ppo/actor"}

@@ -1343,6 +1343,9 @@ def test_token_rewards_follow_the_formula_whatever_stands_in_the_padding(more):
         assert gap(rewards, expected) < 1e-6 and not rewards.requires_grad
     alone = rlhf.token_rewards(old[2], ref[2], 3.0, True, **more)
     assert gap(alone, expected[2]) < 1e-6, "one response, without a batch"
+    double = rlhf.token_rewards(old.double(), ref.double(), torch.tensor(score), torch.tensor(cut),
+                                mask, **more)
+    assert gap(double, expected) < 1e-6 and double.dtype == torch.float64
 
 @pytest.mark.parametrize("ratio, advantage, value, slope", [    # slope: with respect to logp
     (1.1, 2.0, 2.2, 2.2), (1.5, 2.0, 2.4, 0.0), (0.5, 2.0, 1.0, 1.0),           # better
