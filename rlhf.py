@@ -10,7 +10,7 @@ score from pairs of a better and a worse answer (Bradley-Terry). PPO then change
 so that the judge likes its answers. In the end every answer is judged twice: by the judge, and by
 a rubric that no loss and no reward contains. Where the two part, the policy found a shortcut.
 
-    python rlhf.py --phase all                     the whole course; tiny model: 3 minutes
+    python rlhf.py --phase all                     the whole course; tiny model: 5 minutes
     python rlhf.py --phase ppo --again             one phase anew, after you changed this file
     python rlhf.py --phase all --corpus v2         on the repaired corpus
     python rlhf.py --phase lesson --out FOLDER     all finished runs in FOLDER side by side
@@ -2856,7 +2856,7 @@ def execute(args) -> None:
             shutil.rmtree(run.path(phase), ignore_errors=True)
     if not run.phases:
         say("two CPU cores need for the whole course " + (
-            "about 3 minutes, 0.6 GB of memory, 20 MB on disk" if is_tiny(run.model) else
+            "about 5 minutes, 0.6 GB of memory, 20 MB on disk" if is_tiny(run.model) else
             "at 0.5B about 2 hours, 10 GB of memory, 0.7 GB on disk (weights not counted)"))
     run.stop.install()
     for phase in PHASES if args.phase == "all" else (args.phase,):
