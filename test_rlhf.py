@@ -1455,6 +1455,18 @@ def test_best_of_n_of_a_judge_whose_taste_is_known():
     assert successes(lambda ok, k: 0.0, 8) == 2, "the first of equals: no better than one sample"
     assert successes(lambda ok, k: k, 4) == 5, "the last of each four"
 
+@pytest.mark.parametrize("score, truth, words", [
+    ((0.1, 2), (-0.2, -0.1), "score rose|success fell|found a shortcut"),
+    ((0.1, 2), (0.1, 0.2), "score rose|success rose|helped"),
+    ((0.1, 2), (-0.1, 0.1), "score rose|success did not move clearly|no better answers"),
+    ((-2, -0.1), (-0.1, 0.1), "score fell|did not do what it was paid for"),
+    ((-1, 1), (0.1, 0.2), "score did not move clearly|success rose|did not do")])
+def test_the_verdict_says_what_the_paired_intervals_say(score, truth, words):
+    part = {"mean_learned_reward": 1.0, "rubric_success_rate": 0.5, "change": {
+        "score": {"mean": 0, "ci": score}, "rubric_success": {"mean": 0, "ci": truth}}}
+    said = rlhf.verdict({"sft": {"test": part}, "ppo": {"test": {**part, "rubric_success_rate": 1}}})
+    assert all(word in said for word in words.split("|")) and "50% to 100%" in said
+
 def test_pieces_join_the_tokens_of_one_character(pinned):
     for text in ("Hi ☕ 👩‍💻 ok", "plain words", "你好"):
         ids = pinned.encode(text)
