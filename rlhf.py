@@ -1053,7 +1053,8 @@ def token_rewards(old_logp: Tensor, ref_logp: Tensor, score: Tensor, truncated: 
     score, truncated = (torch.as_tensor(x).to(old_logp) for x in (score, truncated))
     rewards = torch.where(mask, -kl_coef * (old_logp - ref_logp), 0.0)  # [B, R]
     terminal = (score - truncation_penalty * truncated).unsqueeze(-1)  # [B, 1]
-    return rewards.scatter_add(-1, last_column(mask).unsqueeze(-1), terminal).detach()
+    at_last = torch.arange(mask.shape[-1], device=mask.device) == last_column(mask).unsqueeze(-1)
+    return (rewards + torch.where(at_last, terminal, 0.0)).detach()
 
 
 def gae(rewards: Tensor, values: Tensor, gamma: float = 1.0,

@@ -1464,7 +1464,8 @@ def test_best_of_n_of_a_judge_whose_taste_is_known():
 def test_the_verdict_says_what_the_paired_intervals_say(score, truth, words):
     part = {"mean_learned_reward": 1.0, "rubric_success_rate": 0.5, "change": {
         "score": {"mean": 0, "ci": score}, "rubric_success": {"mean": 0, "ci": truth}}}
-    said = rlhf.verdict({"sft": {"test": part}, "ppo": {"test": {**part, "rubric_success_rate": 1}}})
+    better = {**part, "rubric_success_rate": 1.0}
+    said = rlhf.verdict({"sft": {"test": part}, "ppo": {"test": better}})
     assert all(word in said for word in words.split("|")) and "50% to 100%" in said
 
 def test_pieces_join_the_tokens_of_one_character(pinned):
