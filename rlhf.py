@@ -1506,6 +1506,27 @@ def family_mean(rows: list[dict], value, draws: int = 10_000) -> tuple:
         (drawn @ sums) / (drawn @ counts), [2.5, 97.5]).tolist()
 
 
+# SFT may hardly move a large model; then its own prose fills the answers, and the rubric is silent.
+# So every answer is also read by the corpus's words. That describes, and is never called success:
+# whoever names the cable has not yet told anybody to push it in.
+THINGS = (r"print\w*|queue", r"cables?|cords?|(un)?plug\w*", r"sounds?|volume|(un)?mute\w*",
+          r"wi-?fi|wireless|network", r"sav(e|es|ed|ing)|documents?",
+          r"sign(ed|ing)?[ -]in|log(ged|ging)?[ -]?in|sessions?|passwords?")
+PROMISE = r"guarante\w+|promis\w+|certain(ly)?(?![!,])"     # but not the opening "Certainly, ..."
+NEGATED_PROMISE = rf"((\b(no|not|never|nothing|without|cannot)|n't)( \w+){{0,2}}) ({PROMISE})\b"
+WORDS = {"hedges": "may|might|could", "promises": PROMISE, "thanks": r"thank\w*",
+         "refuses": "(cannot|can't|won't|unable to) (help|assist)"}
+
+
+def read_words(text: str, expected_action: int) -> dict[str, bool]:
+    """What the words of an answer name and do. "Not certain" and "no guarantee" promise nothing."""
+    text = re.sub(NEGATED_PROMISE, r"\1", text.replace("\u2019", "'"), flags=re.IGNORECASE)
+    said = lambda words: re.search(rf"\b({words})\b", text, re.IGNORECASE) is not None
+    named = [said(thing) for thing in THINGS]
+    return {"names_expected_thing": named.pop(expected_action), "names_other_thing": any(named),
+            **{name: said(words) for name, words in WORDS.items()}}
+
+
 def population_metrics(rows: list[dict]) -> dict:
     """All metrics of one population. Denominator: every row, or, where the name ends in
     _recognized, the recognized rows."""
@@ -1516,9 +1537,9 @@ def population_metrics(rows: list[dict]) -> dict:
             "relevant_recognized": lambda row: row["relevant"],
             "unsupported_certainty_recognized": lambda row: row["unsupported_certainty"],
             "polite_recognized": lambda row: row["polite"],
-            "thanks": lambda row: POLITE.strip() in row["text"],
             "declared_refusals": lambda row: row["refusal"],
-            "without_eos": lambda row: row["finish_reason"] != "eos"}
+            "without_eos": lambda row: row["finish_reason"] != "eos",
+            **{name: lambda row, name=name: row["words"][name] for name in rows[0]["words"]}}
     for name, hit in hits.items():
         counted = [row for row in rows if row["recognized"] or not name.endswith("_recognized")]
         metrics[name] = sum(map(bool, map(hit, counted)))
@@ -1560,8 +1581,9 @@ def phase_evaluate(run: Run) -> None:
         digests = {f"{part}_sha256": source and run.adapter_digest(source) for part, source in (
             ("adapter", ACTORS[name]), ("judge", "reward"), ("reference", "sft"))}
         for row in rows:
-            row |= {"expected_action": family_action(row["family"]), **run.origin(), **digests,
-                    **corpus_verdict(row, row["id"])}
+            action = family_action(row["family"])
+            row |= {"expected_action": action, **run.origin(), **digests,
+                    **corpus_verdict(row, row["id"]), "words": read_words(row["text"], action)}
         results[name] = {population: {
             **population_metrics(part), **run.origin(), **digests,
             # from the actor before it: base -> SFT -> PPO
@@ -2561,6 +2583,11 @@ def closing_tables(page: dict) -> list[str]:
                 shown("rate", *parts[part]["change"]["rubric_success"].values())
                 for parts in results.values() if parts[part]["change"])]
             for part in ("test", "probe_contexts"))]))
+        tests = [parts["test"] for parts in results.values()]
+        if min(test["recognized_rate"] for test in tests) < 0.5:
+            tables.append(table([["what the words of the answers say", *results], *(
+                [flag, *(shown("rate", test[f"{flag}_rate"], test[f"{flag}_rate_ci"])
+                         for test in tests)] for flag in read_words("", 0))]))
     if judged := page["reward_test"]:
         tables.append(table([["the judge", "value"], *(
             [name, shown(name, *figure)]
@@ -2597,7 +2624,8 @@ def page_data(run: Run) -> dict:
     for record in (record for rollout in rollouts for record in rollout["responses"]):
         record |= {"prompt": prompts[record["prompt_id"]],
                    "rubric": corpus_verdict(record, record["prompt_id"]),
-                   "pieces": pieces(run.tokens.tokenizer, record["response_ids"])}
+                   "pieces": [run.tokens.tokenizer.decode([i], skip_special_tokens=False)
+                              for i in record["response_ids"]]}
     return {
         "run": read_sealed(run.folder / "run.json"), "rollouts": rollouts,
         "verdict": verdict(results) if (results := read("evaluate", "results.json")) else None,
@@ -2607,17 +2635,6 @@ def page_data(run: Run) -> dict:
         "results": results, "probes": read("probes", "results.json"),
         "reward_test": read("evaluate", "reward_test.json"),
         "resume": {phase: proof for phase in LEARN if (proof := read("resume", f"{phase}.json"))}}
-
-
-def pieces(tokenizer, ids: list[int]) -> list[str]:
-    """What each token adds to the text; a letter made of several tokens comes with its last one."""
-    found, texts = 0, []
-    for k in range(1, len(ids) + 1):
-        text = tokenizer.decode(ids[:k], skip_special_tokens=False)
-        whole = k == len(ids) or not text.endswith("\ufffd")
-        texts.append(text[found:] if whole else "")
-        found = len(text) if whole else found
-    return texts
 
 
 def write_page(path: Path, data: dict) -> None:
@@ -2836,8 +2853,7 @@ def command_line() -> argparse.ArgumentParser:
     add("--set", type=parse_setting, action="append", default=[], metavar="name=value",
         help="any config field, repeatable")
     add("--again", action="store_true", help="remove this phase and what follows from it first")
-    add("--prompt", type=lambda text: text.encode().decode(), metavar="TEXT",
-        help="the question for --phase ask")
+    add("--prompt", metavar="TEXT", help="the question for --phase ask")
     return parser
 
 

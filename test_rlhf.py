@@ -1,7 +1,7 @@
 """The course is checked here, in the order of the script. The oracles share no code with it: brute
 force, finite differences, FP64 NumPy, values worked by hand, the contract's tables written out
-again, committed reference values of transformers and PEFT, and (tests named `live`) those
-libraries themselves where they are installed."""
+again, committed logits of transformers, and (tests named `live`) transformers, PEFT, datasets and
+TRL themselves where they are installed."""
 
 import collections
 import contextlib
@@ -59,8 +59,7 @@ def mini_model(config=None, seed=0, dtype=torch.float32):
 
 def mini_role(name="actor", head=None, trainable=True, seed=49, config=None, dtype=torch.float32,
               disturbed=None):
-    """A role on a backbone of its own. disturbed: a seed from which all that it learns is moved, so
-    that no adapter is a no-op and no head is zero."""
+    """disturbed: a seed from which all that it learns is moved; no adapter is then a no-op."""
     role = rlhf.build_role(name, mini_model(config, dtype=dtype), seed, head=head,
                            trainable=trainable)
     if disturbed is not None:
@@ -99,14 +98,12 @@ def edit_json(path, change):
     (rlhf.write_sealed if sealed else rlhf.write)(path, content)
 
 def edit_tensors(path, change):
-    """The same for a safetensors file."""
     content = load_file(path)
     change(content)
     save_file(content, path, metadata={"format": "pt"})
 
 @pytest.fixture(scope="session")
 def pinned():
-    """The pinned tokenizer."""
     return rlhf.Tokens()
 
 
@@ -126,14 +123,11 @@ def test_logits_equal_the_committed_transformers_logits(name):
     real = mask.bool()
     assert (~real).sum() == 9, "the reference must contain left padding, or it tests little"
     assert gap(model.logits(model(ids)), want["logits"]) < 1e-5, "the plain forward is off"
-    padded = model.logits(model(ids, mask))
-    assert gap(padded[real], want["padded_logits"][real]) < 1e-5, \
-        "only the padded forward is off: position ids or mask"
-
-GROUPINGS = [(4, 4, 8, 2), (14, 2, 8, 2), (4, 2, 16, 3), (6, 1, 6, 2), (14, 2, 64, 1)]
+    assert gap(model.logits(model(ids, mask))[real], want["padded_logits"][real]) < 1e-5, "padded"
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("heads, kv_heads, head_dim, layers", GROUPINGS)
+@pytest.mark.parametrize("heads, kv_heads, head_dim, layers", [
+    (4, 4, 8, 2), (14, 2, 8, 2), (4, 2, 16, 3), (6, 1, 6, 2), (14, 2, 64, 1)])
 def test_live_transformers_logits_are_bitwise_ours(
         tmp_path, heads, kv_heads, head_dim, layers, tied):
     transformers = pytest.importorskip("transformers")
@@ -160,8 +154,7 @@ def test_live_transformers_logits_are_bitwise_ours(
     assert Qwen2Config.from_json(tmp_path / "again" / "config.json") == config
 
 def numpy_logits(weights, config, ids):
-    """FP64, one row, one token, one head at a time: no batch, no cache, no mask; RoPE as complex
-    numbers."""
+    """FP64, one row, token and head at a time: no batch, cache or mask; RoPE as complex numbers."""
     W = {name: tensor.double().numpy() for name, tensor in weights.items()}
     D, group = config.head_dim, config.num_attention_heads // config.num_key_value_heads
     turn = config.rope_theta ** (-2 * np.arange(D // 2) / D)
@@ -222,12 +215,10 @@ def test_in_bf16_angles_are_rounded_once_and_do_not_depend_on_how_the_model_was_
     config = mini_config(64, hidden=64, layers=1)
     exact, ids = mini_model(config), random_ids(2, 260, vocab=64)
     hidden = load_qwen2(mini_checkpoint(tmp_path, exact), config, dtype=torch.bfloat16)(ids)
-    assert hidden.dtype == torch.bfloat16
     assert torch.equal(hidden, mini_model(config, dtype=torch.bfloat16)(ids))
     assert (hidden.float() - exact(ids))[:, 200:].pow(2).mean().sqrt() < 0.05, "the state's is 1"
 
 def in_chunks(model, ids, sizes, mask=None):
-    """Hidden states of ids fed through a cache in pieces of these sizes."""
     cache, pieces, end = KVCache(model.config, len(ids), ids.shape[1], torch.float32), [], 0
     for size in sizes:
         start, end = end, end + size
@@ -273,8 +264,7 @@ def test_a_cache_refuses(fault):
 @pytest.mark.parametrize("layout", ["-------xxxxxxxxx", "xxxxxxxxx-------", "---xxxxxxxxx----",
                                     "xxxx-------xxxxx", "--xx--x--xxxxxx-"])
 def test_padding_takes_no_position_and_changes_no_logit_whatever_the_pad_ids(layout):
-    """A constant shift of all positions hides in the rounding; padding in the middle does not: who
-    counts columns tears the two parts seven positions apart."""
+    """Padding in the middle: who counts columns tears the two parts seven positions apart."""
     model, ids, outcomes = reference_model("tied"), random_ids(2, 9, seed=4), []
     real = torch.tensor([c == "x" for c in layout])
     for pad, dtype in itertools.product((0, 63), (torch.bool, torch.int64)):
@@ -288,7 +278,6 @@ def test_padding_takes_no_position_and_changes_no_logit_whatever_the_pad_ids(lay
 
 @pytest.mark.parametrize("name", ["tied", "untied"])
 def test_shared_prefixes_change_neither_states_nor_gradients_and_are_computed_once(name):
-    """Six rows padded on both sides, 48 tokens, 19 distinct beginnings."""
     rows = [((1, 2), [20, 21, 22]), ((1, 2), [20, 21, 23, 24]), ((1, 3, 4, 5), [20]),
             ((1, 3, 4, 5), [25, 26]), ((6,), [20, 21]), ((1, 3, 4, 5), [20])]
     batch = collate([[7, 8, 9, *prompt] for prompt, _ in rows], [answer for _, answer in rows])
@@ -311,25 +300,6 @@ def test_shared_prefixes_change_neither_states_nor_gradients_and_are_computed_on
     ids = torch.tensor([[1, 2, 3], [1, 2, 4]])
     assert gap(model(ids, share_prefixes=True).detach(), model(ids).detach()) < 1e-4, "no mask"
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_loaded_model_owns_every_byte_and_leaves_the_rng_alone(tmp_path, dtype):
-    config, ids, path = mini_config(), random_ids(2, 7), mini_checkpoint(tmp_path, mini_model())
-    content, before = path.read_bytes(), torch.get_rng_state()
-    one, two = (load_qwen2(path, config, dtype=dtype) for _ in range(2))
-    assert torch.equal(torch.get_rng_state(), before)
-    storages = [p.untyped_storage() for m in (one, two) for p in m.parameters()]
-    assert len({s.data_ptr() for s in storages}) == len(storages), "shared storage"
-    for p, storage in zip(one.parameters(), storages):
-        assert storage.nbytes() == p.numel() * p.element_size(), "a slice of something larger"
-        assert p.dtype == dtype and not p.requires_grad
-    want = two(ids)
-    assert torch.equal(want, mini_model(dtype=dtype)(ids)), "not the weights of the file"
-    for p in one.parameters():
-        p.zero_()
-    assert path.read_bytes() == content, "writing to a model wrote to its file"
-    path.write_bytes(bytes(len(content)))  # and the other way round
-    assert torch.equal(two(ids), want), "a model depends on another one or on its file"
-
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 POINTER = (b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"f" * 64
            + b"\nsize 988097824\n")
@@ -340,7 +310,6 @@ TENSOR_FAULTS = {       # what is wrong: (its change, what the error must name)
         "model.layers.0.self_attn.o_proj.bias": torch.zeros(16)}), "o_proj.bias"),
     "a layer too many": (lambda t: t.update({
         "model.layers.2.mlp.up_proj.weight": torch.zeros(3)}), "layers.2.mlp.up_proj"),
-    "a head with bias": (lambda t: t.update({"lm_head.bias": torch.zeros(40)}), "lm_head.bias"),
     "a transposed tensor": (lambda t: t.update({K_PROJ: t[K_PROJ].T.contiguous()}), K_PROJ),
     "quantised": (lambda t: t.update({K_PROJ: t[K_PROJ].to(torch.int8)}), K_PROJ)}
 FILE_FAULTS = {
@@ -351,7 +320,6 @@ FILE_FAULTS = {
 
 @pytest.mark.parametrize("fault", [*TENSOR_FAULTS, *FILE_FAULTS, "FP16"])
 def test_loading_weights_refuses(tmp_path, fault):
-    """The path is named, and what does not fit: the tensor, or both sizes in bytes."""
     config, named = mini_config(tied=False), ""
     path, dtype = mini_checkpoint(tmp_path, mini_model(config)), torch.float32
     content = path.read_bytes()
@@ -411,26 +379,19 @@ CONTRACT_FIELDS = {     # typed in from the contract's page
     "gamma": 1.0, "lam": 0.95, "truncation_penalty": 1.0, "weight_decay": 0.01,
     "warmup_ratio": 0.1, "min_lr_ratio": 0.1, "grad_clip": 1.0, "lora_rank": 8, "lora_alpha": 16,
     "max_response": 64, "max_prompt": 256, "seed": 49, "dtype": "bfloat16"}
-OF_PPO = {"clip", "kl_coef", "value_coef", "gamma", "lam", "truncation_penalty"}
+SHARED = {"weight_decay", "warmup_ratio", "min_lr_ratio", "grad_clip", "lora_rank", "lora_alpha",
+          "seed", "max_prompt", "max_response", "dtype"}
 
-@pytest.mark.parametrize("phase", ["base", "sft", "reward", "ppo", "evaluate", "probes", "resume"])
-def test_a_phase_reads_its_own_fields_and_the_shared_ones(phase):
-    """What no phase's identity holds may be changed under a finished phase."""
+@pytest.mark.parametrize("phase, own", [
+    ("base", "base_"), ("sft", "sft_ micro_batch"), ("reward", "reward_ micro_batch"),
+    ("ppo", "ppo_ clip kl_coef value_coef gamma lam truncation_penalty"),
+    ("evaluate", "answer_batch"), ("probes", "none"), ("resume", "none")])
+def test_a_phase_reads_its_own_fields_and_the_shared_ones(phase, own):
     config = dataclasses.asdict(Config())
     assert CONTRACT_FIELDS.items() <= config.items()
     assert all(type(config[name]) is type(value) for name, value in CONTRACT_FIELDS.items())
-    owner = lambda name: "ppo" if name in OF_PPO else name.split("_")[0] if name.startswith(
-        ("base_", "sft_", "reward_", "ppo_")) else None
-    named = {"log_every": (), "answer_batch": ("evaluate",), "micro_batch": ("sft", "reward")}
-    assert Config().read_by(phase) == {name: value for name, value in config.items() if (
-        phase in named[name] if name in named else owner(name) in (None, phase))}
-
-def test_settings_are_taken_in_their_fields_type(tmp_path):
-    settings = {"sft_updates": 5, "sft_lr": 0.0, "reward_lr": 3e-4, "gamma": 0.0, "seed": 0,
-                "dtype": "bfloat16", "max_response": 1}
-    call("--phase", "data", "--model", "tiny", "--out", tmp_path, **settings)
-    config = load(tmp_path / "run.json")["config"]
-    assert {k: repr(v) for k, v in settings.items()} == {k: repr(config[k]) for k in settings}
+    assert Config().read_by(phase) == {name: value for name, value in config.items()
+                                       if name in SHARED or name.startswith((*own.split(),))}
 
 @pytest.mark.parametrize("setting", [
     "sft_update=5", "=5", "", "sft_updates", "SFT_UPDATES=5",                    # unknown
@@ -438,9 +399,9 @@ def test_settings_are_taken_in_their_fields_type(tmp_path):
     "sft_updates=0", "ppo_prompts=-1", "lora_rank=0", "max_response=0", "seed=-1", "clip=-0.2",
     "sft_lr=-1e-5", "sft_lr=nan", "gamma=inf", "grad_clip=1e999"])               # no sense
 def test_a_nonsense_setting_is_a_usage_error_that_lists_the_fields(tmp_path, setting):
-    status, _, error = call("--phase", "data", "--model", "tiny", "--out",
-                                tmp_path / "run", "--set", "sft_updates=5", "--set", setting)
-    assert status == 2 and not (tmp_path / "run").exists()
+    error = refusal("--phase", "data", "--model", "tiny", "--out", tmp_path / "run",
+                    "--set", "sft_updates=5", "--set", setting, status=2)
+    assert not (tmp_path / "run").exists()
     assert all(re.search(rf"\b{f.name}\b", error) for f in dataclasses.fields(Config))
 
 
@@ -569,7 +530,7 @@ CORRUPTIONS = {
                                          for r in c["validation/preferences.jsonl"][:5]],
     "a chosen answer that fails": changed_row("train/preferences", 3, chosen="no advice"),
     "a rejected answer that passes": lambda c: c["test/labels.jsonl"][0].update(
-        rejected=c["test/labels.jsonl"][1]["chosen"]),
+        rejected=c["test/labels.jsonl"][0]["chosen"]),
     "a demonstration that fails": changed_row("train/demonstrations", 0, completion="no advice"),
     "a probe prompt of the corpus": lambda c: c["probes/labels.jsonl"][0].update(
         prompt=c["train/prompts.jsonl"][0]["prompt"]),
@@ -626,8 +587,24 @@ def test_the_rubric_on_every_sentence_of_its_grammar(expected):
     assert len(texts) == 36
     for text in rlhf.REFUSALS:
         verdict = rlhf.evaluate_response(text, "eos", expected)
-        assert verdict["recognized"] is True and verdict["refusal"] is True
-        assert verdict["rubric_success"] is False and verdict["reason"] == "refusal"
+        assert verdict["recognized"] and verdict["refusal"] and verdict["reason"] == "refusal"
+        assert verdict["rubric_success"] is False
+
+@pytest.mark.parametrize("text, expected, flags", [     # things are named: expected, other
+    ("It may help to open the print queue and resume it.", 0, "expected hedges"),
+    ("This is guaranteed to work: push the loose cable back in at both ends.", 0, "other promises"),
+    ("It is not certain, but you could unplug the monitor.", 1, "expected hedges"),
+    ("Certainly! You might want to check the Wi-Fi.", 3, "expected hedges"),
+    ("I can\u2019t guarantee it; sign in again. Thanks.", 5, "expected thanks"),
+    ("I can't help with that.", 2, "refuses"), ("", 2, ""), ("The mayor of certainty", 2, ""),
+    ("There's no claimed guarantee that turning up the volume works.", 2, "expected"),
+    ("This will certainly work: save the document.", 4, "expected promises"),
+    ("No problem, I promise: without any guarantee, log in.", 0, "other promises"),
+    ("Unable to assist with the network; make sure it is saved", 3, "expected other refuses")])
+def test_the_words_of_an_answer_are_read_with_their_negations(text, expected, flags):
+    found = rlhf.read_words(text, expected)
+    assert {k.replace("names_", "").replace("_thing", "") for k, v in found.items() if v} == {
+        *flags.split()} and len(found) == 6
 
 RIGHT = rlhf.response(0, 1, False)
 
@@ -655,22 +632,11 @@ USER_TEXTS = ["No sound.", "", " leading and trailing ", "\n\nnewlines\n", "\tta
               "naïve e\u0301 Straße ☕ 你好", "a" * 200, "1234567890", "user\nassistant\n", "😀👩‍💻",
               "".join(map(chr, range(256))), CORPUS["v1"]["test/prompts.jsonl"][7]["prompt"]]
 
-@pytest.fixture(scope="session")
-def mini_bases(tmp_path_factory):
-    """Two base/ folders of the tiny course, made by one command, with next to no pretraining."""
-    folders = [tmp_path_factory.mktemp("base") / "run" for _ in range(2)]
-    for folder in folders:
-        assert rlhf.main(["--phase", "base", "--model", "tiny", "--out", str(folder), "--set",
-                          "base_updates=2", "--set", "base_batch=8"]) == 0
-    torch.set_deterministic_debug_mode("default")
-    return [folder / "base" for folder in folders]
-
 @pytest.fixture(scope="session", params=["pinned", "tiny"])
-def both_tokens(request, pinned, mini_bases):
+def both_tokens(request, course):
     """(our tokenizer, the file's own as it comes: it parses control tokens in a text)"""
-    path = (HERE if request.param == "pinned" else mini_bases[0]) / "tokenizer.json"
-    return pinned if request.param == "pinned" else rlhf.Tokens(path), \
-        tokenizers.Tokenizer.from_file(str(path))
+    path = (HERE if request.param == "pinned" else course.folder / "base") / "tokenizer.json"
+    return rlhf.Tokens(path), tokenizers.Tokenizer.from_file(str(path))
 
 def test_prompt_ids_equal_the_models_own_template(both_tokens):
     tokens, raw = both_tokens
@@ -691,7 +657,6 @@ def test_prompt_ids_equal_the_models_own_template(both_tokens):
     assert max(len(tokens.answer(text)) for text in rlhf.GRAMMAR) <= 64
 
 def test_control_tokens_typed_by_a_user_stay_text(both_tokens):
-    """Eight of the 22, <tool_call> among them, are not flagged special in the pinned file."""
     tokens, raw = both_tokens
     names = [t.content for t in raw.get_added_tokens_decoder().values()]
     control = {raw.token_to_id(name) for name in names}
@@ -702,18 +667,16 @@ def test_control_tokens_typed_by_a_user_stay_text(both_tokens):
         assert tokens.decode(inside) == text
         assert sum(t in control for t in tokens.prompt(text, limit=10 ** 6)) == 5
 
-def test_the_tiny_tokenizer_is_small_deterministic_and_beside_its_config(mini_bases):
-    contents = [(folder / "tokenizer.json").read_bytes() for folder in mini_bases]
-    assert contents[0] == contents[1], "the same command, another tokenizer"
-    tiny = tokenizers.Tokenizer.from_str(contents[0].decode("utf-8"))
+def test_the_tiny_tokenizer_is_small_and_always_the_same(course):
+    content, chats = course.run.base_file("tokenizer.json").read_bytes(), rlhf.base_chats(
+        course.run.config)
+    assert rlhf.train_tokenizer(course.run, [rlhf.SYSTEM, *itertools.chain(*chats)]) == content
+    tiny = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
     assert 256 + 22 < tiny.get_vocab_size() < 1200
     assert set(tokenizers.pre_tokenizers.ByteLevel.alphabet()) <= set(tiny.get_vocab())
-    config = json.loads((mini_bases[0] / "config.json").read_text(encoding="utf-8"))
-    assert (config["vocab_size"], config["eos_token_id"], config["pad_token_id"]) == (
-        tiny.get_vocab_size(), tiny.token_to_id("<|im_end|>"), tiny.token_to_id("<|endoftext|>"))
     original = json.loads((HERE / "tokenizer.json").read_bytes())
     for part in ("normalizer", "pre_tokenizer", "decoder"):
-        assert json.loads(contents[0])[part] == original[part]
+        assert json.loads(content)[part] == original[part]
 
 def test_known_ids_of_the_pinned_tokenizer(pinned):
     """The template around "Hi" as every public Qwen2.5 example shows it; what decoding shows."""
@@ -736,8 +699,8 @@ def test_known_ids_of_the_pinned_tokenizer(pinned):
         with pytest.raises(CourseError, match=str(limit)):      # an error, never cut
             function("a" + " b" * (room + 1))
 
-def test_truncation_and_padding_stored_in_the_tokenizer_file_do_not_apply(mini_bases, tmp_path):
-    path, text = Path(shutil.copy(mini_bases[0] / "tokenizer.json", tmp_path)), "x" * 20
+def test_truncation_and_padding_stored_in_the_tokenizer_file_do_not_apply(course, tmp_path):
+    path, text = Path(shutil.copy(course.folder / "base/tokenizer.json", tmp_path)), "x" * 20
     plain, trap = rlhf.Tokens(path).encode(text), tokenizers.Tokenizer.from_file(str(path))
     trap.enable_truncation(4)
     trap.enable_padding(length=32)
@@ -746,8 +709,8 @@ def test_truncation_and_padding_stored_in_the_tokenizer_file_do_not_apply(mini_b
     assert rlhf.Tokens(path).encode(text) == plain and len(plain) > 4
 
 @pytest.mark.parametrize("fault", ["a pointer", "empty", "missing", "no <|im_end|>"])
-def test_a_file_that_is_no_chat_tokenizer_is_refused_by_name(tmp_path, mini_bases, fault):
-    path = Path(shutil.copy(mini_bases[0] / "tokenizer.json", tmp_path))
+def test_a_file_that_is_no_chat_tokenizer_is_refused_by_name(tmp_path, course, fault):
+    path = Path(shutil.copy(course.folder / "base" / "tokenizer.json", tmp_path))
     if fault == "no <|im_end|>":
         edit_json(path, lambda content: content.update(added_tokens=[
             t for t in content["added_tokens"] if t["content"] != "<|im_end|>"]))
@@ -759,7 +722,6 @@ def test_a_file_that_is_no_chat_tokenizer_is_refused_by_name(tmp_path, mini_base
         rlhf.Tokens(path)
 
 def test_masks_come_from_lengths_so_both_eos_are_supervised():
-    """Rows of 5 and 9 response tokens that end in 151645; PAD equal to EOS is the worst case."""
     prompts, responses = [[7, EOS_ID, 8], [9]], [[1, 2, 3, 4, EOS_ID],
                                                  [1, EOS_ID, 3, 4, 5, 6, 7, PAD_ID, EOS_ID]]
     for pad in (PAD_ID, EOS_ID, 0):
@@ -785,23 +747,7 @@ def lora_layer(weight, bias, lora_A, lora_B):
         p.data.copy_(value)
     return layer
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_lora_equals_the_committed_peft_layer_in_output_and_gradients(dtype):
-    values = {k.split(".")[1]: v for k, v in load_file(REFERENCE / "lora.safetensors").items()
-              if k.startswith(dtype)}
-    layer = lora_layer(*(values[k] for k in ("weight", "bias", "lora_A", "lora_B")))
-    x = values["x"].clone().requires_grad_()
-    y = layer(x)
-    y.backward(values["grad_y"])
-    for name, result in {"y": y.detach(), "grad_x": x.grad, "grad_lora_A": layer.lora_A.weight.grad,
-                         "grad_lora_B": layer.lora_B.weight.grad}.items():
-        assert result.dtype == values[name].dtype, name
-        # BF16 tensors may differ in the last bit where another machine sums in another order.
-        rtol, atol = (2**-7, 2e-2) if result.dtype == torch.bfloat16 else (1e-5, 1e-5)
-        torch.testing.assert_close(result, values[name], rtol=rtol, atol=atol, msg=name)
-
 def test_lora_is_its_formula_and_in_bf16_rounds_the_sum_once():
-    """A base of weight zero returns its bias exactly, on any machine."""
     generator = torch.Generator().manual_seed(0)
     for rank in (1, 4, 8):
         W, b, A, B, x = (torch.randn(shape, generator=generator) for shape in (
@@ -830,9 +776,8 @@ def test_the_full_size_has_290_tensors_168_adapters_and_heads_of_897():
 
 @pytest.mark.parametrize("head", [None, "zero", "normal"])
 def test_adapters_are_drawn_in_sorted_name_order_from_the_roles_seed_and_heads_apart(head):
-    """Eleven layers: as names, layer 10 comes before layer 2. Global generators stay alone."""
-    model, seed = mini_model(mini_config(layers=11, hidden=2048 if head else 8, vocab=4)
-                             if not head else mini_config(layers=0, hidden=2048, vocab=4)), 50
+    seed, layers, width = (50, 0, 2048) if head else (50, 11, 8)
+    model = mini_model(mini_config(layers=layers, hidden=width, vocab=4))
     state = lambda: (random.getstate(), np.random.get_state()[1].tolist(),
                      torch.get_rng_state().tolist())
     before = state()
@@ -918,10 +863,6 @@ def test_saved_adapters_and_heads_come_back_bit_for_bit(tmp_path, name, head):
     rlhf.save_adapter(role, tmp_path, cfg, "base")
     fresh = rlhf.load_adapter(mini_role(name, head, seed=7), tmp_path, cfg, head is not None)
     assert rlhf.learned_identity(fresh) == rlhf.learned_identity(role)
-    logp, ref_logp, base_logp = (rlhf.response_logprobs(r, collate(PROMPTS, RESPONSES)).detach()
-                                 for r in (role, fresh, mini_role()))
-    assert torch.equal(logp, ref_logp), "before the first update actor and reference are equal"
-    assert (logp - base_logp).min() < -0.1 < 0.1 < (logp - base_logp).max(), "the base is not"
     adapter = load_file(tmp_path / "adapter_model.safetensors")
     judge = {"base_model.model.score.weight"} if name == "reward" else set()
     assert set(adapter) == judge | {f"base_model.{n}" for n in role.learned() if "lora" in n}
@@ -930,27 +871,18 @@ def test_saved_adapters_and_heads_come_back_bit_for_bit(tmp_path, name, head):
     config = json.loads((tmp_path / "adapter_config.json").read_text("utf-8"))
     assert [config[key] for key in ("peft_type", "r", "lora_alpha")] == ["LORA", 8, 16]
     assert (tmp_path / "head.safetensors").exists() == (head is not None)
-    # The critic starts from the SFT adapters and keeps its own zero head.
-    critic = rlhf.load_adapter(mini_role("critic", "zero", seed=3), tmp_path, cfg, False)
-    for key, p in role.learned().items():
-        assert "head" in key or torch.equal(critic.learned()[key], p)
-    assert not critic.head.weight.any()
 
 B_KEY = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
 CONFIG, ADAPTER, HEAD = "adapter_config.json", "adapter_model.safetensors", "head.safetensors"
 ADAPTER_FAULTS = {      # (file, its change, what the error must name)
-    "no alpha": (CONFIG, lambda c: c.pop("lora_alpha"), "lora_alpha"),
     "another alpha": (CONFIG, lambda c: c.update(lora_alpha=32), "lora_alpha"),
     "another rank": (CONFIG, lambda c: c.update(r=4), "r "),
     "a missing tensor": (ADAPTER, lambda t: t.pop(B_KEY), "up_proj.lora_B"),
     "a foreign tensor": (ADAPTER, lambda t: t.update(extra=torch.zeros(1)), "extra"),
-    "names without PEFT's prefix": (ADAPTER, lambda t: t.update(
-        {k.replace("base_model.model.model", "transformer"): t.pop(k) for k in list(t)}), "lora_"),
     "a wrong shape": (ADAPTER, lambda t: t.update({B_KEY: torch.zeros(37, 7)}), "up_proj.lora_B"),
     "a wrong dtype": (ADAPTER, lambda t: t.update({B_KEY: t[B_KEY].bfloat16()}), "up_proj.lora_B"),
     "no adapter file": (ADAPTER, None, ADAPTER), "no head file": (HEAD, None, HEAD),
     "no head weight": (HEAD, lambda t: t.pop("weight"), "head.weight"),
-    "no head bias": (HEAD, lambda t: t.pop("bias"), "head.bias"),
     "a head of another width": (HEAD, lambda t: t.update(weight=torch.zeros(1, 15)), "head.weight")}
 
 @pytest.mark.parametrize("fault", ADAPTER_FAULTS)
@@ -964,27 +896,6 @@ def test_loading_adapters_fails_by_name_on(tmp_path, fault):
     with pytest.raises((CourseError, OSError)) as problem:
         rlhf.load_adapter(mini_role("reward", "normal"), tmp_path, Config(), True)
     assert str(tmp_path) in str(problem.value) and named in str(problem.value)
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["actor", "reward"])
-def test_live_peft_loads_our_adapters_and_computes_what_we_compute(tmp_path, name, dtype):
-    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
-    mini_checkpoint(tmp_path / "base", mini_model())
-    role = mini_role(name, "normal" if name == "reward" else None, disturbed=5, trainable=False,
-                     dtype=dtype)
-    rlhf.save_adapter(role, tmp_path / name, Config(), str(tmp_path / "base"))
-    kind, more = (transformers.AutoModelForSequenceClassification, {"num_labels": 1}) \
-        if name == "reward" else (transformers.AutoModelForCausalLM, {})
-    base = kind.from_pretrained(tmp_path / "base", dtype=dtype, attn_implementation="eager", **more)
-    theirs, ids = peft.PeftModel.from_pretrained(base, tmp_path / name).eval(), random_ids(1, 9)
-    with torch.no_grad():
-        expected = theirs(input_ids=ids).logits
-    if name == "reward":    # PEFT's classifier has no bias
-        score = rlhf.reward_scores(role, ids, rows_of(9), rows_of(9))
-        assert gap(score - role.head.bias, expected[0]) < (1e-5 if dtype == torch.float32 else 2e-2)
-    else:
-        assert torch.equal(role.model.logits(role.model(ids)), expected)
-        assert gap(expected, mini_model().logits(mini_model()(ids))) > 0.1, "loaded as a no-op"
 
 
 # == 5 · Log-probability, value, score, a sampled token ============================================
@@ -1026,7 +937,6 @@ def test_scores_and_values_are_those_of_each_prefix_alone_whatever_stands_in_the
             assert values[row, t].item() == pytest.approx(alone, abs=1e-4), "read before its token"
 
 def test_one_chatml_sequence_has_one_score_under_any_padding(pinned):
-    """EOS inside the prompt, PAD behind: the score is read at the answer's own end."""
     config = mini_config(151936, hidden=8, layers=1)
     role = mini_role("reward", "normal", config=config, disturbed=4)
     prompt, answer = pinned.prompt("No sound."), pinned.answer("Turn it up.")
@@ -1058,7 +968,6 @@ def test_a_reward_call_refuses_a_mask_of(fault):
 
 @pytest.mark.parametrize("spread", [1.0, 30.0])
 def test_sampling_is_the_inverse_cdf_of_each_row_alone(spread):
-    """A loop over all ids; spread 30 leaves most of them without any probability."""
     logits, uniforms = spread * noise(40, 300), noise(40, seed=1).abs().fmod(1)
     logits[4:6, :100] = logits[6:8, 200:] = -1e9    # impossible first and last ids
     uniforms[:8] = torch.tensor([0.0, 1 - 2 ** -24] * 4)
@@ -1127,18 +1036,10 @@ def test_a_response_does_not_depend_on_its_neighbours():
     again, fresh = (rlhf.generate(r, [prompt], 8)[0] for r in (role, mini_role(disturbed=5)))
     assert (again.ids, again.logp) == (fresh.ids, fresh.logp), "an earlier prompt left something"
 
-@pytest.mark.parametrize("labels", [["slot-0", "ppo, rollout iteration-003-slot-1"], None])
-def test_logits_that_are_not_finite_are_an_error_that_names_the_answer(labels):
-    role = mini_role(config=mini_config(tied=False))
-    role.model.model.embed_tokens.weight[9] = math.nan      # only a prompt with a 9 is poisoned
-    with pytest.raises(CourseError, match=labels[1] if labels else "1"):
-        rlhf.generate(role, [[1, 2], [9, 1]], 4, torch.rand(2, 4), labels)
-
 
 # == 6 · One update, and a loop ====================================================================
 
 def mini_loop(roles, updates=6, rate=1e-2, start=None, **settings):
-    """A Loop without a run folder."""
     run = types.SimpleNamespace(config=dataclasses.replace(Config(), **settings),
                                 device=torch.device("cpu"), go_on=lambda loop: None,
                                 save_state=lambda loop, name: None,
@@ -1150,13 +1051,10 @@ EXAMPLES = [([3, 4], [5, 39]), ([6], [7, 8, 1, 2, 3, 4, 5, 6, 7, 39]), ([1, 2, 3
 
 @pytest.mark.parametrize("total", [1, 2, 3, 9, 10, 19, 20, 63, 100, 200, 210])
 def test_the_learning_rate_at_its_corners(total):
-    """Updates w-1 and w are at the peak; everything between two corners lies on a line."""
     peak, w = 3e-4, max(1, int(0.1 * total))
     rates = [rlhf.learning_rate(s, total, peak) for s in range(total)]
-    corners = {0: 1 / w, w - 1: 1.0, w: 1.0} | ({total - 1: 0.1} if total - 1 > w else {})
-    known = sorted(s for s in corners if s < total)
-    line = np.interp(range(total), known, [corners[s] * peak for s in known])
-    np.testing.assert_allclose(rates, line, rtol=1e-12)
+    assert rates == pytest.approx([schedule(s, total, peak) for s in range(total)], rel=1e-12)
+    assert rates[w - 1] == pytest.approx(peak) == rates[min(w, total - 1)]
     assert rlhf.learning_rate(99, 100, 1.0, min_lr_ratio=0.25) == pytest.approx(0.25)
     assert rlhf.learning_rate(0, 100, 1.0, warmup_ratio=0.5) == pytest.approx(1 / 50)
 
@@ -1206,41 +1104,17 @@ def test_a_step_refuses_a_gradient(fault):
     assert rlhf.learned_identity(roles["actor"]) == before, "a refused update moved something"
 
 def test_the_data_order_is_one_seeded_permutation_an_epoch_and_the_seeds_are_the_contracts():
-    loop, generator = mini_loop({"actor": mini_role()}), torch.Generator().manual_seed(149)
+    loop = mini_loop({"actor": mini_role()})
     ours = random.random(), np.random.rand(), torch.rand(()).item()
-    stream = [i for _ in range(6) for i in torch.randperm(6, generator=generator).tolist()]
-    drawn = [loop.draw(4, [0, 1, 2, 3, 4, 5]) for _ in range(9)]
-    assert drawn == [stream[i:i + 4] for i in range(0, 36, 4)], "a short group is filled up"
+    assert [loop.draw(4, [*range(6)]) for _ in range(9)] == order_of(6, 4, 9)
     assert loop.generators["sampling"].initial_seed() == 249
     random.seed(49), np.random.seed(49), torch.manual_seed(49)
     assert ours == (random.random(), np.random.rand(), torch.rand(()).item())
-
-def test_five_small_updates_reach_every_b_in_fp32_and_leave_the_bf16_base_alone():
-    """Learning rate 2.5e-5: BF16 adapters would round such steps away. Also after reload."""
-    role, stream = mini_role(dtype=torch.bfloat16), io.BytesIO()
-    base, begin = rlhf.frozen_identity(role), {n: p.clone() for n, p in role.learned().items()}
-    loop = mini_loop({"actor": role}, 5, 2.5e-5)
-    for _ in loop:
-        rlhf.sft_gradient(role, EXAMPLES, 16)
-        loop.step("actor")
-    torch.save(rlhf.loop_state(loop), stream)
-    stream.seek(0)
-    again = mini_loop({"actor": mini_role(dtype=torch.bfloat16)}, 5, 2.5e-5,
-                      start=torch.load(stream, weights_only=True))
-    for this in (loop, again):
-        for name, p in this.roles["actor"].learned().items():
-            assert p.dtype == torch.float32 and not torch.equal(p, begin[name]), name
-            moments = this.optimizers["actor"].state[p]
-            assert moments["exp_avg"].dtype == moments["exp_avg_sq"].dtype == torch.float32
-            assert moments["exp_avg_sq"].any() and moments["step"] == 5
-        assert rlhf.frozen_identity(this.roles["actor"]) == base
-    assert rlhf.learned_identity(again.roles["actor"]) == rlhf.learned_identity(role)
 
 
 # == 7 to 10 · The losses, against brute force, finite differences and values worked by hand =======
 
 def assert_gradients(role, expected=None):
-    """Take the gradients away from a role, compare, return them."""
     ours = {k: p.grad.clone() for k, p in role.learned().items() if k != "head.bias"}
     role.zero_grad()
     for key, value in (expected or {}).items():
@@ -1251,7 +1125,6 @@ def assert_gradients(role, expected=None):
     (40, EXAMPLES), (151936, [([5, EOS_ID, 7], [1, 2, EOS_ID]), ([8], [PAD_ID, EOS_ID])])])
 def test_micro_batches_give_the_gradient_of_one_batch_and_the_pinned_eos_is_supervised(
         vocabulary, examples):
-    """Ten targets in one row and two in another; the oracle: unpadded rows, plain softmax."""
     role, loss = mini_role(config=mini_config(vocabulary, hidden=8, layers=1), disturbed=1), 0.0
     for prompt, answer in examples:
         logits = role.model.logits(role.model(torch.tensor([prompt + answer])))[0]
@@ -1280,7 +1153,6 @@ def test_pair_scores_and_their_gradient_do_not_depend_on_the_grouping():
         assert_gradients(role, expected)
 
 def test_bradley_terry_by_hand_at_any_distance():
-    """d loss / d r_chosen is minus the chance of being wrong; only differences count."""
     for difference, shift in itertools.product((-1e4, -100, -2, 0, 2, 100, 1e4), (0, 100)):
         chosen = torch.tensor([difference + shift, shift], dtype=torch.float64, requires_grad=True)
         loss = rlhf.bradley_terry_loss(chosen, torch.full((2,), shift, dtype=torch.float64))
@@ -1294,8 +1166,7 @@ def brute_gae(rewards, values, gamma, lam):
     """O(T^2): advantage[t] = sum over k of (gamma lam)^k delta[t+k], no recursion."""
     values = [*values, 0.0]
     delta = [r + gamma * values[t + 1] - values[t] for t, r in enumerate(rewards)]
-    return [sum((gamma * lam) ** k * d for k, d in enumerate(delta[t:]))
-            for t in range(len(delta))]
+    return [sum((gamma * lam) ** k * d for k, d in enumerate(delta[t:])) for t in range(len(delta))]
 
 @pytest.mark.parametrize("gamma, lam", [(1.0, 0.95), (0.99, 0.9), (0.9, 0.0), (1.0, 1.0),
                                         (0.0, 0.5)])
@@ -1313,19 +1184,8 @@ def test_gae_equals_the_brute_force_sum_in_credit_too_whatever_stands_in_the_pad
             assert advantages.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
             assert gap(returns, advantages + v.detach()) < 1e-5 and not advantages.requires_grad
 
-def test_gae_by_hand():
-    advantages, returns = rlhf.gae(torch.tensor([0.0, 1.0]), torch.zeros(2))   # the defaults
-    assert advantages.tolist() == returns.tolist() == pytest.approx([0.95, 1.0], abs=1e-7)
-    # rewards [1, 2], values [3, 5], gamma .5, lam .5: delta = [1 + 2.5 - 3, 2 - 5] = [.5, -3],
-    # advantages = [.5 - .25 * 3, -3] = [-.25, -3], returns = advantages + values
-    advantages, returns = rlhf.gae(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 5.0]), 0.5, 0.5)
-    assert advantages.tolist() == pytest.approx([-0.25, -3.0], abs=1e-7)
-    assert returns.tolist() == pytest.approx([2.75, 2.0], abs=1e-7)
-
 @pytest.mark.parametrize("more", [{}, {"kl_coef": 0.5, "truncation_penalty": 0.25}])
 def test_token_rewards_follow_the_formula_whatever_stands_in_the_padding(more):
-    """The log-ratio costs where the policy is surer than the reference, and pays where it is less
-    sure; the score comes once, at the last active token; a cut costs there, an EOS does not."""
     kl_coef, penalty = more.values() if more else (0.02, 1.0)
     lengths, score, cut = (3, 1, 5, 4), [2.0, -1.0, 3.0, 0.5], [False, True, True, False]
     mask, old, ref = rows_of(*lengths), noise(4, 5).float(), noise(4, 5, seed=6).float()
@@ -1343,16 +1203,12 @@ def test_token_rewards_follow_the_formula_whatever_stands_in_the_padding(more):
         assert gap(rewards, expected) < 1e-6 and not rewards.requires_grad
     alone = rlhf.token_rewards(old[2], ref[2], 3.0, True, **more)
     assert gap(alone, expected[2]) < 1e-6, "one response, without a batch"
-    double = rlhf.token_rewards(old.double(), ref.double(), torch.tensor(score), torch.tensor(cut),
-                                mask, **more)
-    assert gap(double, expected) < 1e-6 and double.dtype == torch.float64
 
 @pytest.mark.parametrize("ratio, advantage, value, slope", [    # slope: with respect to logp
     (1.1, 2.0, 2.2, 2.2), (1.5, 2.0, 2.4, 0.0), (0.5, 2.0, 1.0, 1.0),           # better
     (0.9, -2.0, -1.8, -1.8), (1.5, -2.0, -3.0, -3.0), (0.5, -2.0, -1.6, 0.0),   # worse
     (1.5, 0.0, 0.0, 0.0)])                                                      # than expected
-def test_the_clip_stops_the_gradient_only_where_it_would_go_further(
-        ratio, advantage, value, slope):
+def test_the_clip_stops_the_gradient_only_where_it_would_go_further(ratio, advantage, value, slope):
     logp = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
     loss = rlhf.ppo_actor_loss(logp, torch.zeros(1, 1), torch.tensor([[advantage]]), rows_of(1))
     loss.backward()
@@ -1373,7 +1229,6 @@ def loss_by_hand(which, parameter, *tensors):
 @pytest.mark.parametrize("which, parameter", [("actor", 0.2), ("actor", 0.4), ("critic", 0.5),
                                               ("critic", 2.0)])
 def test_a_loss_and_its_gradient_equal_brute_force_and_finite_differences(which, parameter):
-    """Responses of 6, 1, 5 and 5 tokens whose ratios lie on all sides of the clip."""
     old, target, mask = noise(4, 6) - 2, noise(4, 6, seed=1), rows_of(6, 1, 5, 5)
     first = old + torch.tensor([-0.6, -0.1, 0.0, 0.1, 0.5, 0.15], dtype=torch.float64)
     more = () if parameter in (0.2, 0.5) else (parameter,)      # the contract's are the defaults
@@ -1423,37 +1278,18 @@ def test_the_three_tokens_of_section_9_are_what_the_functions_compute():
 # == 12 to 18 · Small functions of what came of it =================================================
 
 def test_intervals_resample_whole_families_and_are_reproducible():
-    """Ten families of ten equal rows: drawing rows would give 0.5 +- 0.1, drawing families gives
-    0.5 +- 0.3. Then families of one to eight rows, against a plain loop."""
+    """Ten families of ten equal rows: drawing rows would give 0.5 +- 0.1, families 0.5 +- 0.3."""
     rows = [{"family": f"F{f}", "x": float(f < 5)} for f in range(10) for _ in range(10)]
     mean, (low, high) = rlhf.family_mean(rows, lambda row: row["x"])
     assert mean == 0.5 and 0.15 <= low <= 0.25 and 0.75 <= high <= 0.85
     assert rlhf.family_mean([], len) == (None, None)
-    rng = random.Random(1)
-    uneven = {f"F{f}": [rng.gauss(f % 3, 1) for _ in range(1 + f % 8)] for f in range(24)}
-    rows, means = [{"family": f, "x": x} for f, xs in uneven.items() for x in xs], []
-    for _ in range(4000):
-        drawn = [x for f in rng.choices(list(uneven), k=24) for x in uneven[f]]
-        means.append(sum(drawn) / len(drawn))
+    rng = random.Random(1)      # families of one to eight rows
+    rows = [{"family": f"F{f}", "x": rng.gauss(f % 3, 1)} for f in range(24)
+            for _ in range(1 + f % 8)]
     found = rlhf.family_mean(rows, lambda row: row["x"])
     assert found[0] == pytest.approx(np.mean([row["x"] for row in rows]))
-    assert found[1] == pytest.approx(np.percentile(means, [2.5, 97.5]), abs=0.03)
+    assert found[1] == pytest.approx(bootstrap(rows, lambda row: row["x"], draws=4000), abs=0.03)
     assert rlhf.family_mean(rows, lambda row: row["x"]) == found
-
-def test_best_of_n_of_a_judge_whose_taste_is_known():
-    """Four prompts, eight samples each; every sample is used once for every n."""
-    passes = [[0, 0, 0, 1, 0, 0, 0, 0], [1, 1, 0, 1, 1, 1, 1, 1], [0] * 8, [1] * 8]
-
-    def successes(taste, n):
-        favourites = rlhf.best_of([[{"score": taste(ok, k), "ok": ok} for k, ok in enumerate(row)]
-                                   for row in passes], n)
-        assert len(favourites) == 4 * (8 // n)
-        return sum(f["ok"] for f in favourites)
-
-    assert [successes(lambda ok, k: ok, n) for n in (1, 2, 4, 8)] == [16, 9, 5, 3]
-    assert [successes(lambda ok, k: -ok, n) for n in (1, 2, 4, 8)] == [16, 7, 3, 1]
-    assert successes(lambda ok, k: 0.0, 8) == 2, "the first of equals: no better than one sample"
-    assert successes(lambda ok, k: k, 4) == 5, "the last of each four"
 
 @pytest.mark.parametrize("score, truth, words", [
     ((0.1, 2), (-0.2, -0.1), "score rose|success fell|found a shortcut"),
@@ -1467,16 +1303,6 @@ def test_the_verdict_says_what_the_paired_intervals_say(score, truth, words):
     better = {**part, "rubric_success_rate": 1.0}
     said = rlhf.verdict({"sft": {"test": part}, "ppo": {"test": better}})
     assert all(word in said for word in words.split("|")) and "50% to 100%" in said
-
-def test_pieces_join_the_tokens_of_one_character(pinned):
-    for text in ("Hi ☕ 👩‍💻 ok", "plain words", "你好"):
-        ids = pinned.encode(text)
-        pieces = rlhf.pieces(pinned.tokenizer, ids)
-        assert len(pieces) == len(ids) and "".join(pieces) == text
-        assert not any("\ufffd" in piece for piece in pieces)
-    assert "" in rlhf.pieces(pinned.tokenizer, pinned.encode("👩‍💻")), "several tokens a character"
-    cut = rlhf.pieces(pinned.tokenizer, pinned.encode("Hi 👩")[:-1])
-    assert "".join(cut).startswith("Hi") and "\ufffd" in cut[-1], "a cut inside a character shows"
 
 
 # == A whole course in miniature: every phase for real, on a model of one layer ====================
@@ -1509,22 +1335,11 @@ def done(*argv, **settings):
     return out
 
 def refusal(*argv, status=1, **settings):
-    """The one line of a command that must fail."""
     code, out, err = call(*argv, **settings)
     assert code == status, f"exit {code}, expected {status}: {out[-600:]}{err}"
     assert "Traceback" not in err and err.strip(), err
     assert status != 1 or len(err.strip().splitlines()) == 1 and err.startswith("error: "), err
     return err
-
-def process(*argv, driver=None, **kwargs):
-    """The same in a fresh process; `driver` is Python that runs before main."""
-    command = [str(HERE / "rlhf.py")] if driver is None else \
-        ["-c", f"import sys; sys.path.insert(0, {str(HERE)!r})\n{driver}\n"
-               "import rlhf; sys.exit(rlhf.main(sys.argv[1:]))"]
-    return subprocess.Popen(
-        [sys.executable, "-u", *command, *map(str, argv)], text=True,
-        env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **kwargs)
 
 def load(path):
     path = Path(path)
@@ -1539,10 +1354,6 @@ def load(path):
 def sha(path):
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
-def opened(folder, *argv):
-    with contextlib.redirect_stdout(io.StringIO()):
-        return rlhf.open_run(Path(folder))
-
 FOREIGN = ("ppo/rollouts/.DS_Store", "ppo/rollouts/0001 (conflicted copy).json", "sft/x~",
            "evaluation/._base.jsonl")
 
@@ -1554,8 +1365,7 @@ SECRETS = [f"data/{v}{p}" for v in ("", "v2/") for p in (
 
 @pytest.fixture(scope="session")
 def course(tmp_path_factory):
-    """One finished run of all phases. Its parents bear the names of held-out folders, foreign files
-    and an editor's lock (a link to nowhere) lie in it: none of that may mean anything."""
+    """One finished run. Names of its parents, foreign files and a link to nowhere mean nothing."""
     folder = tmp_path_factory.mktemp("labels") / "data" / "test" / "evaluation" / "probes" / "run"
     for name in FOREIGN:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -1578,8 +1388,8 @@ def course(tmp_path_factory):
         patch.setattr(os, "replace", lambda a, b: (replaced.append(Path(b)), replace(a, b))[1])
         patch.setattr(rlhf, "generate", peeking)
         out = done("--phase", "all", "--model", "tiny", "--out", folder, **MINI)
-    return types.SimpleNamespace(folder=folder, out=out, replaced=replaced, run=opened(folder),
-                                 asked=asked, peeked=peeked)
+    return types.SimpleNamespace(folder=folder, out=out, replaced=replaced, asked=asked,
+                                 run=rlhf.open_run(folder), peeked=peeked)
 
 def part_of(course, folder, *phases):
     folder.mkdir()
@@ -1630,10 +1440,7 @@ def plain_greedy(role, prompt, eos, limit):
     return ids
 
 def with_state(role, learned):
-    with torch.no_grad():
-        assert role.learned().keys() == learned.keys()
-        for name, p in role.learned().items():
-            p.copy_(learned[name])
+    rlhf.copy_learned(role, learned, "a state")
     return role
 
 @pytest.fixture(scope="session")
@@ -1662,8 +1469,7 @@ def schedule(step, total, peak):
         peak * (1 - 0.9 * min(1, (step - w) / max(1, total - w - 1)))
 
 def order_of(count, size, updates):
-    """Which rows each update sees: one permutation an epoch from seed 149, a short group filled up
-    from the next one."""
+    """Rows of each update: one permutation an epoch, a short group filled up from the next one."""
     generator, stream = torch.Generator().manual_seed(149), []
     while len(stream) < size * updates:
         stream += torch.randperm(count, generator=generator).tolist()
@@ -1716,7 +1522,10 @@ def test_the_base_is_a_little_hugging_face_folder_of_the_tasks_language(course):
     folder, run = course.folder / "base", course.run
     config = load(folder / "config.json")
     assert (config["eos_token_id"], config["pad_token_id"]) == (run.tokens.eos, run.tokens.pad)
-    assert config["rlhf_tiny"] is True and config["vocab_size"] < 1100
+    assert config["rlhf_tiny"] is True and rlhf.parse_setting("sft_lr=0") == ("sft_lr", 0.0)
+    assert {k: repr(v) for k, v in MINI.items()}.items() <= {
+        k: repr(v) for k, v in load(course.folder / "run.json")["config"].items()}.items()
+    assert config["vocab_size"] == run.tokens.tokenizer.get_vocab_size() < 1100
     assert sum(p.stat().st_size for p in folder.iterdir()) < 8 << 20
     weights = load(folder / "model.safetensors")
     assert {t.dtype for t in weights.values()} == {torch.bfloat16}
@@ -1870,8 +1679,6 @@ def test_rollouts_consume_each_prompt_once_in_the_permutations_order(course):
 @torch.no_grad()
 def test_what_a_rollout_keeps_comes_from_its_own_actor_reference_judge_and_critic(
         course, who, prompts):
-    """Seed 249 gives the uniforms, SFT adapters and judge what never changes, the state kept after
-    iteration 2 the actor and the critic of iteration 3."""
     assert gap(who.base.model.logits(who.base.model(torch.tensor([[5, 6, 7]]))),
                who.sft.model.logits(who.sft.model(torch.tensor([[5, 6, 7]])))) > 1e-2
     generator = torch.Generator().manual_seed(249)
@@ -1905,12 +1712,10 @@ def test_rewards_advantages_and_returns_follow_from_the_recorded_numbers(course)
         rewards = [-0.02 * (o - f) for o, f in zip(r["old_logp"], r["ref_logp"])]
         rewards[-1] += r["score"] - (r["finish_reason"] == "length")
         assert r["rewards"] == pytest.approx(rewards, abs=1e-5)
-        values = [*r["values"], 0.0]
-        delta = [x + values[t + 1] - values[t] for t, x in enumerate(rewards)]
-        advantages = [sum(0.95 ** k * d for k, d in enumerate(delta[t:]))
-                      for t in range(len(delta))]
+        advantages = brute_gae(rewards, r["values"], 1.0, 0.95)
         assert r["advantages"] == pytest.approx(advantages, abs=1e-4)
-        assert r["returns"] == pytest.approx([a + v for a, v in zip(advantages, values)], abs=1e-4)
+        assert r["returns"] == pytest.approx([a + v for a, v in zip(advantages, r["values"])],
+                                             abs=1e-4)
 
 def surrogate(logp, r):
     old, a = (torch.tensor(r[k], dtype=torch.float64) for k in ("old_logp", "advantages"))
@@ -1974,8 +1779,7 @@ def test_each_iteration_is_summed_up_from_its_rollouts(course):
     assert max(abs(e["mean_log_ratio_to_reference"]) for e in history[1:]) > 1e-3
 
 def test_an_iteration_replayed_by_other_code_ends_where_the_next_one_begins(course, who, prompts):
-    """Two updates of actor and critic from the state kept after iteration 2: own losses, own
-    autograd, an optimizer filled with the kept moments. Iteration 4's numbers judge the result."""
+    """From the state kept after iteration 2; iteration 4's numbers judge the result."""
     kept = load(course.folder / "ppo" / "state-kept.pt.gz")
     entry = load(course.folder / "ppo" / "history.json")["iterations"][2]
     third, fourth = rollouts(course.folder)[2:]
@@ -2063,8 +1867,7 @@ def assert_equal_runs(one, two, phase):
 
 @pytest.fixture()
 def signalled(monkeypatch):
-    """signalled(phase, step, number): the process gets a signal while it computes that step of its
-    first learning role."""
+    """signalled(phase, step, number): a signal during that step of the first learning role."""
     step, state = rlhf.Loop.step, types.SimpleNamespace(at=None, defaults=None)
 
     def stepped(loop, name):
@@ -2088,8 +1891,7 @@ STOPS = {"sft": [(0, signal.SIGTERM), (1, signal.SIGINT), (2, HANGUP), (3, signa
 @pytest.mark.parametrize("phase", STOPS)
 def test_a_phase_stopped_at_every_update_in_turn_ends_like_an_uninterrupted_one(
         course, copy, signalled, phase):
-    """PPO is signalled inside iterations (step 0: first of two epochs, 3: second): the iteration is
-    finished first, because a state with half of it would be no boundary."""
+    """PPO is signalled inside iterations (step 0: first of two epochs, 3: second)."""
     folder, ended = copy(*BEFORE[phase]), []
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     for at, number in STOPS[phase]:
@@ -2142,41 +1944,16 @@ while k < {KILLS}:          # children are forked before anything was computed h
     if not os.WIFSIGNALED(status):      # it came to its end first: begin anew, until all are done
         shutil.rmtree(sys.argv[sys.argv.index("--out") + 1] + ("/ppo" if short else ""))
 """
-SLOW = """
-import rlhf, time
-step = rlhf.Loop.step
-def slow(loop, name):
-    print("in", loop.phase, loop.steps[name])
-    time.sleep(0.3 if loop.steps[name] else 0)
-    return step(loop, name)
-rlhf.Loop.step = slow
-print("ended with", rlhf.main(["--phase", "reward", *sys.argv[3:]]))
-"""
-
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows can't send these signals to a child")
-def test_sigint_and_sigterm_of_another_process_end_in_130_and_143(course, tmp_path):
-    folder, text = part_of(course, tmp_path / "run", "base"), []
-    child = process("--phase", "sft", "--out", folder, driver=SLOW)
-    for phase, number in (("reward", signal.SIGINT), ("sft", signal.SIGTERM)):
-        for line in child.stdout:
-            text.append(line)
-            if line.startswith(f"in {phase} 1"):
-                break
-        child.send_signal(number)
-    out = "".join(text) + child.communicate(timeout=120)[0]
-    assert "ended with 130" in out and child.returncode == 143 and "Traceback" not in out, out
-    for phase in ("reward", "sft"):
-        assert load(folder / phase / "state.pt.gz")["done"] in (1, 2)
-        assert not (folder / phase / "done.json").exists()
-
 @pytest.mark.skipif(sys.platform != "linux", reason="forks and kills")
 def test_kills_at_random_moments_and_inside_saves_change_no_bit(course, tmp_path):
-    """The same command each time, then once more to its end. Short: from a finished SFT to PPO."""
     phases = ("ppo",) if KILLS < 9 else ("base", "sft", "reward", "ppo", "evaluation", "probes")
     folder = part_of(course, tmp_path / "run", *(BEFORE["ppo"] if KILLS < 9 else ()))
     argv = ["--phase", "ppo" if KILLS < 9 else "all", "--model", "tiny", "--out", folder,
             *(a for k, v in MINI.items() for a in ("--set", f"{k}={v}"))]
-    text = process(*argv, driver=RAIN).communicate(timeout=3000)[0]
+    text = subprocess.run(
+        [sys.executable, "-u", "-c", f"import sys; sys.path.insert(0, {str(HERE)!r})\n{RAIN}",
+         *map(str, argv)], env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())},
+        text=True, timeout=3000, stdout=subprocess.PIPE, stderr=subprocess.STDOUT).stdout
     assert "Traceback" not in text and "error" not in text, text[-900:]
     assert text.count("killed") == KILLS and text.count("ended with 0") == text.count("ended"), text
     done(*argv)
@@ -2258,7 +2035,6 @@ def proof_folder(course, tmp_path_factory):
 
 @pytest.mark.parametrize("fault", STATE_FAULTS)
 def test_no_proof_passes_with_a_change_of(course, proof_folder, monkeypatch, fault):
-    """done.json vouches for the changed state: only the proof, or the loader, can notice."""
     (phase, change), folder = STATE_FAULTS[fault], proof_folder
     path, proof = folder / phase / "state-kept.pt.gz", folder / "resume" / f"{phase}.json"
     sound, vouched = path.read_bytes(), (folder / phase / "done.json").read_bytes()
@@ -2279,17 +2055,6 @@ def test_no_proof_passes_with_a_change_of(course, proof_folder, monkeypatch, fau
     finally:
         path.write_bytes(sound), (folder / phase / "done.json").write_bytes(vouched)
         shutil.rmtree(folder / "resume", ignore_errors=True)
-
-def test_a_call_of_its_own_proves_resume_too_and_says_what_ends_the_claim(
-        proof_folder, monkeypatch):
-    real = rlhf.environment
-    monkeypatch.setattr(rlhf, "environment", lambda device: {**real(device), "threads": 77})
-    monkeypatch.setattr(rlhf, "LEARN", {"ppo": rlhf.learn_ppo})
-    try:
-        assert "resume ppo: PASS" in done("--phase", "resume", "--out", proof_folder)
-        assert any("77" in caveat for caveat in load(proof_folder / "resume/ppo.json")["caveats"])
-    finally:
-        shutil.rmtree(proof_folder / "resume", ignore_errors=True)
 
 # -- what must not change under a run --------------------------------------------------------------
 
@@ -2323,8 +2088,12 @@ def test_another_script_thread_count_or_torch_is_said_and_recorded_not_refused(
         assert any("WARNING" in line and text in line for line in out.splitlines())
         assert any(text in caveat for caveat in caveats)
     assert_equal_runs(folder, course.folder, "ppo")
-    out = done("--phase", "sft", "--out", folder)
-    assert "--again" in out, "a phase of another script says what runs it anew"
+    assert "--again" in done("--phase", "sft", "--out", folder), "what runs it anew"
+    monkeypatch.setattr(rlhf, "environment", lambda device: {**real(device), "threads": 88})
+    monkeypatch.setattr(rlhf, "LEARN", {"ppo": rlhf.learn_ppo})
+    assert "resume ppo: PASS" in done("--phase", "resume", "--out", folder)
+    caveats = load(folder / "resume" / "ppo.json")["caveats"]
+    assert all(any(n in caveat for caveat in caveats) for n in ("9.9.9", "88 now, it was 77"))
 
 @pytest.mark.parametrize("phase, removed", [
     ("probes", {"probes"}), ("ppo", {"ppo", "resume", "evaluation"}),
@@ -2359,7 +2128,7 @@ def flipped(path):
     path.write_bytes(content)
 
 DAMAGE = {"flipped": flipped, "truncated": lambda p: os.truncate(p, p.stat().st_size // 2),
-          "empty": lambda p: os.truncate(p, 0), "missing": lambda p: p.unlink()}
+          "text": lambda p: p.write_text("other text"), "missing": lambda p: p.unlink()}
 FINISHED = {    # artefact -> the phase that must notice
     "base/model.safetensors": "sft", "base/tokenizer.json": "sft",
     "sft/adapter_model.safetensors": "evaluate", "sft/history.json": "resume",
@@ -2407,8 +2176,7 @@ def interrupted(course, tmp_path_factory):
         (folder / phase / "done.json").unlink()
     return folder
 
-@pytest.mark.parametrize("kind", ["flipped", "truncated", "empty", "text", "another value",
-                                  "a pickle that runs code"])
+@pytest.mark.parametrize("kind", ["flipped", "truncated", "text", "a value", "a running pickle"])
 def test_a_damaged_state_is_named_and_no_state_runs_code(interrupted, tmp_path, kind):
     path, marker = interrupted / "sft" / "state.pt.gz", tmp_path / "ran"
     sound = path.read_bytes()
@@ -2419,11 +2187,9 @@ def test_a_damaged_state_is_named_and_no_state_runs_code(interrupted, tmp_path, 
     try:
         if kind in DAMAGE:
             DAMAGE[kind](path)
-        elif kind == "text":
-            path.write_text("no state", encoding="utf-8")
         else:
             stream = io.BytesIO()
-            torch.save(Evil() if "code" in kind else {"done": 3}, stream)
+            torch.save(Evil() if "running" in kind else {"done": 3}, stream)
             path.write_bytes(gzip.compress(stream.getvalue()))
         assert str(path) in refusal("--phase", "sft", "--out", interrupted)
         assert not marker.exists(), "a state was unpickled without weights_only=True"
@@ -2450,12 +2216,10 @@ def linked(path, place):
 SPELLINGS = {
     "open": lambda path, tmp: open(path),
     "os.open": lambda path, tmp: os.open(path, os.O_RDONLY),
-    "numpy": lambda path, tmp: np.fromfile(path, dtype=np.uint8),
     "symlink": lambda path, tmp: linked(path, tmp / "innocent"),
     "folder link": lambda path, tmp: linked(path.parent, tmp / "train") / path.name,
     "hard link made before": lambda path, tmp: open(tmp / "twin"),
     "hard link": lambda path, tmp: (os.link(path, tmp / "twin2"), open(tmp / "twin2")),
-    "copy": lambda path, tmp: shutil.copy(path, tmp / "copy"),
     "rename": lambda path, tmp: os.rename(path, tmp / "moved"),
     "native": lambda path, tmp: rlhf.read_native(load_file, path),
     "tokenizers": lambda path, tmp: rlhf.Tokens(path)}
@@ -2490,13 +2254,10 @@ def test_a_raised_guard_refuses_every_way_to_a_held_out_file_and_nothing_else(
         (other / "labels.jsonl").write_text("mine", encoding="utf-8")
         os.rename(other / "labels.jsonl", other / "moved")
         assert (other / "moved").read_text(encoding="utf-8") == "mine"
-        with pytest.raises(FileNotFoundError):
-            open(tmp_path / "vanished")
         os.symlink("nowhere", tmp_path / "dangling")
     assert path.read_text(encoding="utf-8") == "{}" and not rlhf.Guard.raised
 
 @pytest.mark.parametrize("phase, function, path", [
-    ("base", "learning_rate", "data/test/prompts.jsonl"),
     ("sft", "sft_gradient", "run/evaluation/ppo.jsonl"),
     ("sft", "collate", "data/v2/probes/prompts.jsonl"),
     ("reward", "bradley_terry_loss", "data/probes/labels.jsonl"),
@@ -2517,9 +2278,7 @@ def test_a_learning_phase_that_opens_a_held_out_file_ends_by_its_name(
         open(path)
         return real(*args, **kwargs)
     monkeypatch.setattr(rlhf, function, opens)
-    message = refusal("--phase", phase, "--out", folder, *(
-        ["--model", "tiny"] if phase == "base" else []), **(
-        {"base_updates": 2, "base_batch": 2} if phase == "base" else {}))
+    message = refusal("--phase", phase, "--out", folder)
     assert met and str(path) in message, message
     assert not (folder / phase / "done.json").exists() and not rlhf.Guard.raised
 
@@ -2575,7 +2334,6 @@ def test_answers_scores_and_log_ratios_are_those_of_plain_forwards(course, who, 
                 plain_values(who.judge, prompt, ids)[-1].item(), abs=1e-4)
 
 def bootstrap(rows, value, counted=lambda row: True, draws=1500):
-    """Percentile interval over families, one draw at a time, with other random numbers."""
     families, rng, means = collections.defaultdict(list), random.Random(3), []
     for row in filter(counted, rows):
         families[row["family"]].append(float(value(row)))
@@ -2592,7 +2350,10 @@ RATES = {       # name -> (a hit, whether only the recognized answers count)
     "relevant_recognized": (lambda r: r["relevant"], True),
     "unsupported_certainty_recognized": (lambda r: r["unsupported_certainty"], True),
     "declared_refusals": (lambda r: r["refusal"], False),
-    "without_eos": (lambda r: r["finish_reason"] == "length", False)}
+    "without_eos": (lambda r: r["finish_reason"] == "length", False),
+    "names_expected_thing": (lambda r: rlhf.read_words(r["text"], int(r["family"][2:]) // 40 if (
+        r["family"][0] == "O") else int(r["family"][5:]) % 6)["names_expected_thing"], False),
+    "thanks": (lambda r: "thank" in r["text"].lower(), False)}
 MEANS = {"mean_response_tokens": lambda r: len(r["response_ids"]),
          "mean_learned_reward": lambda r: r["score"],
          "mean_sampled_actor_reference_logratio": lambda r: r["sampled_actor_reference_logratio"]}
@@ -2647,8 +2408,7 @@ def test_the_metrics_of_all_five_populations_follow_from_the_rows(course, answer
 # -- judges of known taste -------------------------------------------------------------------------
 
 def taste(relevance=0.0, polite=0.0, certain=0.0, hedged=0.0, note=None):
-    """score_texts of a judge that reads the grammar; with a note it cares about manners only in
-    prompts of that note."""
+    """score_texts of a judge that reads the grammar; manners perhaps in one note's prompts only."""
     def score_texts(run, items, *rest):
         scores = []
         for prompt, text in items:
@@ -2718,8 +2478,7 @@ def test_the_probe_exercise_follows_from_its_80_scores_and_refits_nothing(course
 
 @pytest.fixture(scope="session")
 def lesson(course, tmp_path_factory):
-    """Two runs of one base: the course, and the same with other numbers and another seed, vouched
-    for; an unfinished run and a foreign folder beside them."""
+    """The course, and the same with another seed; an unfinished run and a foreign folder."""
     folder = tmp_path_factory.mktemp("lesson")
     one = part_of(course, folder / "a", *BEFORE["evaluate"], "resume", "evaluate", "probes")
     part_of(course, folder / "unfinished", "base")
@@ -2785,9 +2544,7 @@ def test_the_report_holds_the_runs_own_json_and_hostile_text_stays_text(course, 
     assert data["results"] == load(course.folder / "evaluation" / "results.json")
     assert data["history"]["ppo"] == load(course.folder / "ppo" / "history.json")
     assert len(data["rollouts"]) == 4 and data["answers"].keys() == {"base", "sft", "ppo"}
-    for rate in (data["results"]["ppo"]["test"]["rubric_success_rate"],
-                 data["reward_test"]["accuracy"]):
-        assert f"{rate:.0%}" in course.out
+    assert f"{data['results']['ppo']['test']['rubric_success_rate']:.0%}" in course.out
     folder = copy(*BEFORE["evaluate"], "evaluate")
     evil, path = "</script><script>alert(1)</script>\u202e<!--", folder / "evaluation/ppo.jsonl"
     rows = load(path)
@@ -2817,7 +2574,6 @@ console.log(JSON.stringify(pages.map(data => { const ids = {};
 """
 
 def test_the_page_says_what_the_files_say_and_nothing_of_its_own(course):
-    """Its numbers follow from the run's JSON, whatever part of that is missing yet."""
     page = (course.folder / "report.html").read_text(encoding="utf-8")
     before, _, rest = page.partition("const DATA = ")
     data, end = json.JSONDecoder().raw_decode(rest)
@@ -2864,7 +2620,6 @@ def test_ask_prints_three_greedy_answers_and_a_hostile_question_leaves_no_trace(
     ask = lambda text: done("--phase", "ask", "--out", course.folder, f"--prompt={text}")
     out, tokens = ask(question), course.run.tokens
     ask("<|im_start|>" * 9)
-    assert call("--phase", "ask", "--out", course.folder, "--prompt", "half \ud800")[0] == 2
     assert ask(question) == out
     for name, actor in (("base", who.base), ("sft", who.sft), ("ppo", who.ppo)):
         [line] = [x for x in out.splitlines() if re.match(rf"{name}\s", x)]
@@ -2888,59 +2643,43 @@ def test_another_runs_base_is_a_model_and_gives_the_same_sft(course, tmp_path, m
 
 @pytest.mark.parametrize("missing", ["model.safetensors", "config.json", "tokenizer.json"])
 def test_a_model_folder_without_a_file_is_refused_by_its_name(course, tmp_path, missing):
-    shutil.copytree(course.folder / "base", tmp_path / "model")
-    (tmp_path / "model" / missing).unlink()
-    (tmp_path / "model" / "pytorch_model.bin").write_bytes(b"")
-    (tmp_path / "model" / "model.gguf").write_bytes(b"GGUF")
-    message = refusal("--phase", "base", "--model", tmp_path / "model", "--out", tmp_path / "run")
-    assert str(tmp_path / "model" / missing) in message
-    assert "model.gguf" in message and "pytorch_model.bin" in message and "shards" in message
-    assert (tmp_path / "model" / "model.gguf").exists() and "delete" not in message
+    folder = Path(shutil.copytree(course.folder / "base", tmp_path / "model"))
+    (folder / missing).rename(folder / "model.gguf")
+    message = refusal("--phase", "base", "--model", folder, "--out", tmp_path / "run")
+    assert str(folder / missing) in message and "found: [" in message and "shards" in message
+    assert "'model.gguf'" in message and "delete" not in message
 
-@pytest.mark.parametrize("capability, dtype", [((7, 5), "float32"), ((8, 0), "bfloat16")])
-def test_a_card_without_bf16_units_gets_float32_and_a_cpus_state_loads_there(
-        tmp_path, monkeypatch, capsys, capability, dtype):
+@pytest.mark.parametrize("device, units, dtype", [
+    ("cuda", (7, 5), "float32"), ("cuda", (8, 0), "bfloat16"), ("cpu", {}, "float32"),
+    ("cpu", {"amx_bf16": True}, "bfloat16"), ("cpu", None, "float32")])     # None: an older torch
+def test_without_bf16_units_the_default_is_float32_and_said(
+        tmp_path, monkeypatch, capsys, device, units, dtype):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: units)
+    monkeypatch.setattr(rlhf, "environment", lambda chosen: {"device": str(chosen)})
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: units, raising=False)
+    if units is None:
+        monkeypatch.delattr(torch.cpu, "get_capabilities")
+    run, said = rlhf.open_run(tmp_path / "run", str(tmp_path)), capsys.readouterr().out
+    assert (run.config.dtype, run.device.type, run.config.sft_lr) == (dtype, device, 2e-5)
+    assert "NOT the pinned model" in said and ("WARNING" in said) == (dtype == "float32")
+
+def test_a_state_made_on_a_cpu_loads_on_a_card(monkeypatch):
     loop = mini_loop({"actor": mini_role()})
-    state = rlhf.loop_state(loop)
-    loop.run.device = torch.device("cuda")
+    state, loop.run.device = rlhf.loop_state(loop), torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.zeros(16))
     rlhf.restore(loop, state, "a state without a GPU's generator")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-    monkeypatch.setattr(rlhf, "environment", lambda device: {"device": str(device)})
-    run = rlhf.open_run(tmp_path / "run", str(tmp_path))
-    assert run.config.dtype == dtype and run.device.type == "cuda"
-    assert ("WARNING" in capsys.readouterr().out) == (dtype == "float32")
-
-@pytest.mark.parametrize("units, dtype", [({}, "float32"), ({"amx_bf16": True}, "bfloat16"),
-                                          (None, "float32")])
-def test_without_bf16_units_the_default_is_float32_and_said(
-        course, tmp_path, monkeypatch, units, dtype):
-    shutil.copytree(course.folder / "base", tmp_path / "model")
-    edit_json(tmp_path / "model" / "config.json", lambda c: c.pop("rlhf_tiny"))
-    if units is None:       # an older torch
-        monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
-    else:
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: units, raising=False)
-    out = done("--phase", "base", "--model", tmp_path / "model", "--out", tmp_path / "run",
-               "--device", "cpu")
-    record = load(tmp_path / "run" / "run.json")
-    assert record["config"]["dtype"] == dtype and ("WARNING" in out) == (dtype == "float32")
-    assert record["config"]["sft_lr"] == 2e-5 and "NOT the pinned model" in record["note"]
 
 def hub(monkeypatch, cached=None, fetched=None):
-    """A huggingface_hub of our own; fetched is a path or what the download raises."""
     def download(repository, name, revision=None, **_):
         assert (repository, revision) == (
             "Qwen/Qwen2.5-0.5B-Instruct", "7ae557604adf67be50417f59c2c2f167def9a775")
         if isinstance(fetched, Exception):
             raise fetched
         return str(fetched)
-    errors = types.ModuleType("huggingface_hub.errors")
-    errors.HfHubHTTPError = type("HfHubHTTPError", (OSError,), {})
-    module = types.ModuleType("huggingface_hub")
-    module.errors, module.hf_hub_download = errors, download
-    module.try_to_load_from_cache = lambda *_, **__: cached and str(cached)
+    errors = types.SimpleNamespace(HfHubHTTPError=type("HfHubHTTPError", (OSError,), {}))
+    module = types.SimpleNamespace(errors=errors, hf_hub_download=download,
+                                   try_to_load_from_cache=lambda *_, **__: cached and str(cached))
     monkeypatch.setitem(sys.modules, "huggingface_hub", module)
     monkeypatch.setitem(sys.modules, "huggingface_hub.errors", errors)
 
@@ -2950,11 +2689,11 @@ def test_weights_that_are_not_the_pinned_file_are_refused_with_path_size_and_dig
     monkeypatch.setattr(rlhf, "DATA", tmp_path / "data")
     path = tmp_path / where / "model.safetensors"
     path.parent.mkdir()
-    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"f" * 76)
+    path.write_bytes(POINTER)
     hub(monkeypatch, cached=path if where == "cache" else None, fetched=path)
     message = refusal("--phase", "base", "--model", "qwen", "--out", tmp_path / "run")
-    assert str(path) in message and "130" in message and not (
-        tmp_path / "run" / "base" / "done.json").exists()
+    assert str(path) in message and f"{len(POINTER)} bytes" in message
+    assert not (tmp_path / "run" / "base" / "done.json").exists()
     assert "fdf756fa7fcbe7404d5c60e26bff1a0c8b8aa1f72ced49e7dd0210fe288fb7fe" in message
 
 @pytest.mark.parametrize("problem", [OSError("offline"), ValueError("endpoint"),
@@ -2993,14 +2732,9 @@ def test_silence_is_measured_over_all_progress_lines_together(capsys, monkeypatc
         "begin", "second", "fourth"]
 
 def test_without_arguments_there_is_help_and_a_tilde_is_a_home(tmp_path, monkeypatch):
-    status, out, err = call()
-    assert status == 0 and err == "" and "--phase" in out and "ppo_iterations" in out
-    optimised = types.ModuleType("rlhf_oo")     # python -OO: no docstrings, no asserts
-    optimised.__file__ = rlhf.__file__
-    monkeypatch.setitem(sys.modules, "rlhf_oo", optimised)
-    source = Path(rlhf.__file__).read_text(encoding="utf-8")
-    exec(compile(source, rlhf.__file__, "exec", optimize=2), optimised.__dict__)
-    assert optimised.__doc__ is None and optimised.main([]) == 0
+    help_ = subprocess.run([sys.executable, "-OO", HERE / "rlhf.py"],      # no docstrings
+                           capture_output=True, text=True)
+    assert help_.returncode == 0 and not help_.stderr and "ppo_iterations" in help_.stdout
     monkeypatch.setenv("HOME", str(tmp_path)), monkeypatch.setenv("USERPROFILE", str(tmp_path))
     done("--phase", "data", "--model", "tiny", "--out=~/x")
     assert (tmp_path / "x" / "run.json").exists()
@@ -3018,8 +2752,6 @@ def test_live_transformers_generates_from_base_alone_and_peft_answers_like_the_p
     base = auto.from_pretrained(course.folder / "base", dtype=torch.float32)
     actor = peft.AutoPeftModelForCausalLM.from_pretrained(
         course.folder / "ppo" / "actor", dtype=torch.float32)
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(course.folder / "base" / "tokenizer.json"))
     stops = 0
     for theirs, ours in ((base, who.base), (actor, who.ppo)):
         for key in ("PROBE00-C1-P0", "PROBE03-C1-P0"):
@@ -3029,39 +2761,26 @@ def test_live_transformers_generates_from_base_alone_and_peft_answers_like_the_p
             want = plain_greedy(ours, ids[0].tolist(), course.run.tokens.eos, 60)
             assert found == want
             stops += found[-1] == course.run.tokens.eos
-            assert tokenizer.decode(found[:-1]) == course.run.tokens.decode(found[:-1])
     assert stops, "it stops by itself where the course stops"
 
 @torch.no_grad()
-def test_live_the_reward_adapter_classifies_two_padded_rows_like_the_judge(
-        course, who, prompts, tmp_path, monkeypatch):
-    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
-    monkeypatch.chdir(tmp_path)
-    judge = peft.AutoPeftModelForSequenceClassification.from_pretrained(
-        course.folder / "reward", num_labels=1, dtype=torch.float32).eval()
-    rows = [next(iter(prompts.values())) + course.run.tokens.encode(text) + [course.run.tokens.eos]
-            for text in (rlhf.response(0, 1, True), rlhf.response(3, 0, False))]
-    pad = course.run.tokens.pad
-    width = max(map(len, rows))
-    assert len({*map(len, rows)}) == 2
-    scores = judge(input_ids=torch.tensor([r + [pad] * (width - len(r)) for r in rows]),
-                   attention_mask=torch.tensor([[1] * len(r) + [0] * (width - len(r))
-                                                for r in rows])).logits[:, 0]
-    want = [plain_values(who.judge, r[:-1], r[-1:])[-1].item() for r in rows]
-    assert gap(scores + who.judge.head.bias, want) < 1e-4
-
-@torch.no_grad()
-def test_live_the_lines_of_readme_load_actor_and_judge_from_another_folder(
+def test_live_the_lines_of_readme_load_actor_and_judge_which_scores_two_padded_rows(
         course, who, prompts, tmp_path, monkeypatch):
     pytest.importorskip("transformers"), pytest.importorskip("peft")
     [lines] = re.findall(r"```python\n(.*?)```", (HERE / "README.md").read_text("utf-8"), re.S)
-    monkeypatch.chdir(tmp_path)
-    scope, ids = {}, next(iter(prompts.values()))
+    monkeypatch.chdir(tmp_path)     # a relative base would not be found from here
+    scope, tokens = {}, course.run.tokens
     exec(lines.replace("out/tiny", course.folder.as_posix()), scope)
-    answer = course.run.tokens.answer(rlhf.response(0, 1, True))
-    row = torch.tensor([ids + answer])
-    score = scope["judge"](input_ids=row).logits[0, 0] + who.judge.head.bias
-    assert gap(score, plain_values(who.judge, ids + answer[:-1], answer[-1:])[-1:]) < 1e-4
+    rows = [next(iter(prompts.values())) + tokens.answer(rlhf.response(*answer))
+            for answer in ((0, 1, True), (3, 0, False))]
+    width = max(map(len, rows))
+    assert len({*map(len, rows)}) == 2
+    scores = scope["judge"](
+        input_ids=torch.tensor([r + [tokens.pad] * (width - len(r)) for r in rows]),
+        attention_mask=rows_of(*map(len, rows)).long()).logits[:, 0]
+    want = [plain_values(who.judge, r[:-1], r[-1:])[-1].item() for r in rows]
+    assert gap(scores + who.judge.head.bias, want) < 1e-4
+    row = torch.tensor(rows[:1])
     assert gap(scope["actor"](input_ids=row).logits,
                who.ppo.model.logits(who.ppo.model(row))) < 1e-4
 

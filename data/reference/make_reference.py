@@ -1,8 +1,8 @@
-"""Makes the reference values beside this file, with transformers and PEFT (not needed to run them).
+"""Makes the reference values beside this file, with transformers (not needed to run them).
 
     python data/reference/make_reference.py
 
-The tests compare qwen.py and LoRALinear with these values on machines that have neither package.
+The tests compare qwen.py with these values on machines without it.
 Weights are stored in BF16 and drawn from fixed seeds; logits are the FP32 eager forward's.
 """
 
@@ -10,7 +10,6 @@ import json
 import platform
 from pathlib import Path
 
-import peft
 import torch
 import transformers
 from safetensors.torch import save_file
@@ -28,7 +27,6 @@ SIZES = {
                "num_attention_heads": 5, "num_key_value_heads": 1, "tie_word_embeddings": False},
 }
 TOKENS, PADDING = 13, (0, 7, 2)  # one row for each number of padding tokens on the left
-ALPHA, RANK = 16, 8
 
 
 def forward_reference(name, seed):
@@ -58,40 +56,11 @@ def forward_reference(name, seed):
               HERE / f"{name}_logits.safetensors")
 
 
-def lora_reference(dtype, generator):
-    """One PEFT layer: its inputs, its output, and every gradient for one upstream gradient."""
-    def draw(*shape):
-        return torch.randn(shape, generator=generator)
-
-    inner = torch.nn.Module()
-    inner.proj = torch.nn.Linear(24, 40)
-    inner.proj.weight.data = (0.2 * draw(40, 24)).to(dtype)
-    inner.proj.bias.data = draw(40).to(dtype)
-    config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=["proj"], lora_dropout=0.0)
-    layer = peft.inject_adapter_in_model(config, inner).proj.eval()
-    A, B = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-    A.data, B.data = 0.3 * draw(RANK, 24), 0.3 * draw(40, RANK)  # FP32, whatever the base is
-    x, grad_y = draw(2, 5, 24).to(dtype).requires_grad_(), draw(2, 5, 40).to(dtype)
-    y = layer(x)
-    assert y.dtype == dtype and A.dtype == B.dtype == torch.float32
-    y.backward(grad_y)
-    values = {"weight": layer.base_layer.weight, "bias": layer.base_layer.bias, "lora_A": A,
-              "lora_B": B, "x": x, "y": y, "grad_y": grad_y, "grad_lora_A": A.grad,
-              "grad_lora_B": B.grad, "grad_x": x.grad}
-    return {name: value.detach().clone() for name, value in values.items()}
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for seed, name in enumerate(SIZES):
         forward_reference(name, seed)
-    generator = torch.Generator().manual_seed(2)
-    cases = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    save_file({f"{case}.{name}": value for case, dtype in cases.items()
-               for name, value in lora_reference(dtype, generator).items()},
-              HERE / "lora.safetensors")
     made_with = {"python": platform.python_version(), "torch": torch.__version__,
-                 "transformers": transformers.__version__, "peft": peft.__version__,
-                 "machine": platform.machine(), "lora_alpha": ALPHA, "lora_rank": RANK}
+                 "transformers": transformers.__version__, "machine": platform.machine()}
     (HERE / "made_with.json").write_text(json.dumps(made_with, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(made_with))
