@@ -2026,8 +2026,7 @@ STATE_FAULTS = {    # (phase, change): the proof must fail, or the state be refu
     "consumed rollouts": ("ppo", lambda s: s["consumed"].pop()),
     "a parameter": ("ppo", moved(("learned", "actor", UP))),
     "the critic's head": ("ppo", moved(("learned", "critic", "head.bias"))),
-    "the reference": ("ppo", moved(("learned", "reference", UP))),
-    "a missing generator": ("ppo", lambda s: s["rng"].pop("torch"))}
+    "the reference": ("ppo", moved(("learned", "reference", UP)))}
 
 @pytest.fixture(scope="session")
 def proof_folder(course, tmp_path_factory):
