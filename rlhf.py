@@ -2601,7 +2601,7 @@ def verdict(results: dict) -> str:
         return "rose" if low > 0 else "fell" if high < 0 else "did not move clearly"
 
     score, truth = moved("score"), moved("rubric_success")
-    meaning = "PPO did not do what it was paid for" if score != "rose" else {
+    meaning = "no clear gain in what PPO is paid for" if score != "rose" else {
         "rose": "here optimising the score helped", "fell": "the score found a shortcut"}.get(
             truth, "a better score, and no better answers")
     return (f"From SFT to PPO the judge's score {score} ({sft['mean_learned_reward']:+.2f} to "

@@ -1295,8 +1295,8 @@ def test_intervals_resample_whole_families_and_are_reproducible():
     ((0.1, 2), (-0.2, -0.1), "score rose|success fell|found a shortcut"),
     ((0.1, 2), (0.1, 0.2), "score rose|success rose|helped"),
     ((0.1, 2), (-0.1, 0.1), "score rose|success did not move clearly|no better answers"),
-    ((-2, -0.1), (-0.1, 0.1), "score fell|did not do what it was paid for"),
-    ((-1, 1), (0.1, 0.2), "score did not move clearly|success rose|did not do")])
+    ((-2, -0.1), (-0.1, 0.1), "score fell|no clear gain in what PPO"),
+    ((-1, 1), (0.1, 0.2), "score did not move clearly|success rose|no clear gain")])
 def test_the_verdict_says_what_the_paired_intervals_say(score, truth, words):
     part = {"mean_learned_reward": 1.0, "rubric_success_rate": 0.5, "change": {
         "score": {"mean": 0, "ci": score}, "rubric_success": {"mean": 0, "ci": truth}}}
