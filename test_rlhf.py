@@ -70,7 +70,6 @@ def mini_role(name="actor", head=None, trainable=True, seed=49, config=None, dty
     return role
 
 def mini_checkpoint(folder, model):
-    """config.json and model.safetensors (BF16) as a user has them; returns the weights' path."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(model.config.to_dict()), encoding="utf-8")
     save_file({name: p.detach().bfloat16().contiguous() for name, p in model.named_parameters()},
@@ -679,7 +678,6 @@ def test_the_tiny_tokenizer_is_small_and_always_the_same(course):
         assert json.loads(content)[part] == original[part]
 
 def test_known_ids_of_the_pinned_tokenizer(pinned):
-    """The template around "Hi" as every public Qwen2.5 example shows it; what decoding shows."""
     assert (pinned.pad, pinned.im_start, pinned.eos) == (PAD_ID, IM_START_ID, EOS_ID)
     assert rlhf.EOS == EOS_ID
     assert pinned.prompt("Hi") == [
@@ -1008,7 +1006,7 @@ def test_greedy_text_is_the_argmax_of_repeated_full_forwards():
 def test_uniforms_can_spell_any_answer_and_only_151645_ends_one():
     """Aim: for each wanted token the middle of its own interval of the CDF is the uniform."""
     role = mini_role(config=mini_config(151936, hidden=8, layers=1), disturbed=4)
-    wanted = [[5, PAD_ID, 100, EOS_ID], [EOS_ID], [IM_START_ID, 151700, PAD_ID, 0, 7, 7],
+    wanted = [[5, PAD_ID, 100, EOS_ID], [EOS_ID], [IM_START_ID, 151700, PAD_ID, 0, 7, PAD_ID],
               [39, 40, 151935, 12, 8, EOS_ID]]
     uniforms = torch.full((4, 6), 0.5, dtype=torch.float64)
     for row, (prompt, ids) in enumerate(zip(GEN_PROMPTS, wanted)):
@@ -1779,7 +1777,6 @@ def test_each_iteration_is_summed_up_from_its_rollouts(course):
     assert max(abs(e["mean_log_ratio_to_reference"]) for e in history[1:]) > 1e-3
 
 def test_an_iteration_replayed_by_other_code_ends_where_the_next_one_begins(course, who, prompts):
-    """From the state kept after iteration 2; iteration 4's numbers judge the result."""
     kept = load(course.folder / "ppo" / "state-kept.pt.gz")
     entry = load(course.folder / "ppo" / "history.json")["iterations"][2]
     third, fourth = rollouts(course.folder)[2:]
@@ -1867,7 +1864,6 @@ def assert_equal_runs(one, two, phase):
 
 @pytest.fixture()
 def signalled(monkeypatch):
-    """signalled(phase, step, number): a signal during that step of the first learning role."""
     step, state = rlhf.Loop.step, types.SimpleNamespace(at=None, defaults=None)
 
     def stepped(loop, name):
@@ -1880,7 +1876,9 @@ def signalled(monkeypatch):
     def signal_in(phase, step, number=signal.SIGTERM):
         state.at, state.number = (phase, step), number
         return state
-    return signal_in
+    old = signal.signal(HANGUP, signal.SIG_DFL)     # under nohup it is ignored
+    yield signal_in
+    signal.signal(HANGUP, old)
 
 HANGUP = getattr(signal, "SIGHUP", signal.SIGTERM)      # Windows has none
 STOPS = {"sft": [(0, signal.SIGTERM), (1, signal.SIGINT), (2, HANGUP), (3, signal.SIGTERM),
@@ -1960,6 +1958,13 @@ def test_kills_at_random_moments_and_inside_saves_change_no_bit(course, tmp_path
     for phase in phases:
         assert_equal_runs(folder, course.folder, phase)
     assert not list(folder.rglob(".*.tmp")), "leftovers are cleaned"
+
+def test_a_file_is_the_old_one_until_the_new_one_is_whole_on_disk(tmp_path, monkeypatch):
+    path, met = tmp_path / "x.json", []
+    rlhf.write(path, {"v": 1})
+    monkeypatch.setattr(os, "fsync", lambda _: met.append(load(path)))
+    rlhf.write(path, {"v": 2})
+    assert met == [{"v": 1}] and load(path) == {"v": 2}
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has none")
 def test_an_ignored_hangup_and_a_closed_output_stop_nothing(copy, tmp_path, monkeypatch):
@@ -2477,7 +2482,6 @@ def test_the_probe_exercise_follows_from_its_80_scores_and_refits_nothing(course
 
 @pytest.fixture(scope="session")
 def lesson(course, tmp_path_factory):
-    """The course, and the same with another seed; an unfinished run and a foreign folder."""
     folder = tmp_path_factory.mktemp("lesson")
     one = part_of(course, folder / "a", *BEFORE["evaluate"], "resume", "evaluate", "probes")
     part_of(course, folder / "unfinished", "base")
