@@ -2569,22 +2569,19 @@ def judge_figures(judged: dict, probes: dict | None) -> dict[str, tuple]:
 
 def closing_tables(page: dict) -> list[str]:
     """What is printed at the end of a run, from whatever it has so far."""
-    tables = [table([["phase", "seconds", "peak MB"], *(
-        [name, entry["seconds"], entry["peak_memory_mb"]]
-        for name, entry in page["run"]["phases"].items())])]
+    tables = []
     if results := page["results"]:
-        tables.append(table([["answers to the test prompts", *results], *(
-            [key, *(shown(key, parts["test"][key], parts["test"][f"{key}_ci"])
-                    for parts in results.values())] for key in SHOWN), *(
-            [f"change of success rate, {part}", "", *(
-                shown("rate", *parts[part]["change"]["rubric_success"].values())
-                for parts in results.values() if parts[part]["change"])]
-            for part in ("test", "probe_contexts"))]))
         tests = [parts["test"] for parts in results.values()]
-        if min(test["recognized_rate"] for test in tests) < 0.5:
-            tables.append(table([["what the words of the answers say", *results], *(
-                [flag, *(shown("rate", test[f"{flag}_rate"], test[f"{flag}_rate_ci"])
-                         for test in tests)] for flag in read_words("", 0))]))
+        cells = lambda key: [shown(key, test[key], test[f"{key}_ci"]) for test in tests]
+        changes = [[f"change of success rate, {part}", "", *(
+            shown("rate", *parts[part]["change"]["rubric_success"].values())
+            for parts in results.values() if parts[part]["change"])]
+            for part in ("test", "probe_contexts")]
+        tables.append(table([["answers to the test prompts", *results],
+                             *([key, *cells(key)] for key in SHOWN), *changes]))
+        if min(test["recognized_rate"] for test in tests) < 0.5:    # the grammar sees too little
+            tables.append(table([["what the words of the answers say", *results],
+                                 *([flag, *cells(f"{flag}_rate")] for flag in read_words("", 0))]))
     if judged := page["reward_test"]:
         tables.append(table([["the judge", "value"], *(
             [name, shown(name, *figure)]

@@ -84,7 +84,6 @@ def rows_of(*lengths):
     return torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
 
 def gap(a, b):
-    """The largest absolute difference."""
     a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (a, b))
     assert a.shape == b.shape, f"{tuple(a.shape)} beside {tuple(b.shape)}"
     return (a - b).abs().max().item()
@@ -2547,7 +2546,9 @@ def test_the_report_holds_the_runs_own_json_and_hostile_text_stays_text(course, 
     assert data["results"] == load(course.folder / "evaluation" / "results.json")
     assert data["history"]["ppo"] == load(course.folder / "ppo" / "history.json")
     assert len(data["rollouts"]) == 4 and data["answers"].keys() == {"base", "sft", "ppo"}
-    assert f"{data['results']['ppo']['test']['rubric_success_rate']:.0%}" in course.out
+    tests = [parts["test"] for parts in data["results"].values()]
+    assert f"{tests[2]['rubric_success_rate']:.0%}" in course.out
+    assert ("what the words" in course.out) == (min(t["recognized_rate"] for t in tests) < 0.5)
     folder = copy(*BEFORE["evaluate"], "evaluate")
     evil, path = "</script><script>alert(1)</script>\u202e<!--", folder / "evaluation/ppo.jsonl"
     rows = load(path)
