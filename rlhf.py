@@ -90,6 +90,7 @@ class CourseError(Exception):
 
 
 # == What was expected, before v1 was set beside v2 ================================================
+# (The terms are those of sections 2 and 9; come back to this page after them.)
 # The judge of corpus v1 will be right on every held-out pair. Then PPO raises its score, and the
 # share of helpful answers does not grow. How can held-out accuracy not show the fault?
 #
@@ -106,8 +107,8 @@ class CourseError(Exception):
 #       pair), right advice wins less often than accuracy promises, and style decides. PPO raises
 #       the score by style; success does not rise with it and may fall, since little pays the actor
 #       to keep the relevance that SFT had taught.
-#   v2  Rotated notes and balanced styles leave the context as the only way to most pairs: accuracy
-#       is lower, relevance higher. PPO gains less score; success at least does not fall.
+#   v2  Rotated notes and balanced styles leave note and style worthless on most pairs: accuracy is
+#       lower, relevance higher. PPO gains less score; success at least does not fall.
 #   Best of n, the judge's favourite of n samples, is optimisation without training: it should gain
 #       less success with n under v1. PPO run longer, without charging for the log-ratio to the
 #       reference, should drift further, and in v1 show the turn that Gao et al. found: score up,
@@ -164,17 +165,6 @@ class Config:
     max_response: int = 64
     dtype: str = "bfloat16"         # of the frozen base; adapters and heads are FP32 always
     log_every: int = 10             # updates between lines; a sample answer at every fifth line
-
-    def read_by(self, phase: str) -> dict:
-        """What a phase reads, so that it can't go on after one of them changed: the fields with its
-        prefix and those without any, except for the ones named here."""
-        readers = {"log_every": (), "answer_batch": ("evaluate",), "micro_batch": ("sft", "reward"),
-                   **dict.fromkeys(("clip", "kl_coef", "value_coef", "gamma", "lam",
-                                    "truncation_penalty"), ("ppo",))}
-        for name in vars(self):
-            if name.startswith(("base_", "sft_", "reward_", "ppo_")):
-                readers[name] = (name.split("_")[0],)
-        return {name: v for name, v in vars(self).items() if phase in readers.get(name, (phase,))}
 
 
 # Chosen once, on train and validation only, with seeds 49, 1049, 2049. sft_lr: greedy success on
@@ -261,7 +251,9 @@ def response(action: int, certainty: int, polite: bool) -> str:
 
 
 def prompt_text(family: str, note: int, source: str, context: str) -> str:
-    """A corpus prompt. The heading names the note: remember that when you read the lazy judge."""
+    """A corpus prompt. The heading names the note: see lazy_judge below. It names the family too,
+    whose number gives the action away (family_action). A model could learn that; these did not: in
+    a run of each corpus, another number in the heading changed no rate."""
     heading = (f"Office help, {family}, note {note} ({source}).",
                f"From a {source}: note {note} about {family}.",
                f"{family}, note {note}. Source: {source}.")[note % 3]
@@ -294,8 +286,8 @@ def family_splits() -> dict[str, list[int]]:
 def preference_pairs(i: int, revision: str) -> list[tuple[int, tuple, tuple]]:
     """Five (note, chosen, rejected) of family i; an answer is (action, certainty, polite).
 
-    v1 lets the note number name the design of the pair. v2 rotates the notes, and lets both answers
-    share their style wherever relevance is to decide: only the context tells most pairs apart.
+    v1 lets the note number name the design of the pair. v2 rotates the notes; where relevance is to
+    decide, both answers share their style, or two mirrored designs make style worthless.
     """
     right = i // 40
     if revision == "v1":
@@ -350,8 +342,8 @@ def generate_corpus(revision: str = "v1") -> dict[str, list[dict]]:
             else:
                 corpus[f"{split}/preferences.jsonl"] += pairs
             if split == "train":
-                # Notes 7 and 11 to 14 occur in no pair: in a rollout no note tells the judge which
-                # style wins, so what it pays for there is what it has generalised.
+                # Notes 7 and 11 to 14 occur in no pair, though their forms of heading do: what the
+                # judge pays for in a rollout is mostly what it has generalised.
                 corpus["train/demonstrations.jsonl"].append(corpus_row(
                     f"{family}-SFT", ask(7, "demonstration"),
                     completion=response(right, HEDGED, i % 2 == 0)))
@@ -399,11 +391,11 @@ def evaluate_response(text: str, finish_reason: str, expected_action: int) -> di
 
 
 def lazy_judge(fit_rows: list[dict], rows: list[dict]) -> float:
-    """Share of `rows` that the best rule which never reads the context gets right.
+    """Share of `rows` that the best rule of note and style, blind to the context, gets right.
 
-    All it sees is the note number (the heading follows from it) and both answers' certainty and
-    politeness. For each such case it prefers the style chosen more often in `fit_rows`; a tie of
-    counts, a case never met, and two answers of one style count half.
+    All it sees is the note number (the heading follows from it, but for the family's number) and
+    both answers' certainty and politeness. It prefers the style that `fit_rows` chose more often
+    in such a case; a tie of counts, a case never met, and two answers of one style count half.
     """
     def case(row):
         note = re.search(r"note (\d+)", row["prompt"]).group(1)
@@ -545,10 +537,10 @@ def per_response(x: Tensor, mask: Tensor) -> list[list[float]]:
 # role       starts from  head, its start      learns     read at
 # actor      SFT          none                 SFT, PPO   the prefix before each response token
 # reference  SFT          none                 never      the prefix before each response token
-# reward     the base     score, N(0, 0.02)    in 8       the last response token
+# reward     the base     score, N(0, 0.02)    section 8  the last response token
 # critic     SFT          value, zero          PPO        the prefix before each response token
-# PPO refines what SFT taught; drift is measured from there; the critic reads what the actor writes;
-# the judge must also rate answers that SFT never saw, learns in section 8 and is then frozen.
+# The actor refines what SFT taught; drift is measured from there; the critic reads what the actor
+# writes. The judge must rate answers that SFT never saw: it learns in section 8, then is frozen.
 #
 # Both heads map H numbers to one. The value says before each token what is still to come, and zero
 # is an honest first guess. The score says after the last one how good it was; only differences of
@@ -644,8 +636,8 @@ def build_role(name: str, model: Qwen2, seed: int = 49, rank: int = 8, alpha: fl
 #     logp, value       r     r   EOS             of a token: read one column before it
 #     score                           here        of a response: read at its last token
 #
-# Invariant: each is read at positions found from the mask, so padding changes nothing. The mistake:
-# hidden[:, -1] for the judge's score; under padding the reward model then looks at PAD.
+# Invariant: responses start in column P and the mask says where they end, so padding changes
+# nothing. The mistake: hidden[:, -1] for the judge's score; under padding that is PAD.
 
 def token_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
     """log softmax(logits)[ids] in FP32. logits [..., V], ids [...] -> [...]."""
@@ -742,7 +734,7 @@ def generate(role: Role, prompts: list[list[int]], max_response: int = 64,
     cache = KVCache(role.model.config, len(prompts), P + max_response, weight.dtype, weight.device)
     answers, rows = [Answer() for _ in prompts], list(range(len(prompts)))  # rows: not yet finished
     hidden = role.model(batch.ids, attention[:, :P], cache, share_prefixes=True)[:, -1]  # [B, H]
-    line = progress("sampled" if uniforms is not None else "answered", 0, max_response)
+    line = progress("sampled" if uniforms is not None else "answered", 0, max_response)  # a printer
     for step in range(max_response):
         line(step, f"tokens of {len(prompts)} answers")
         logits = role.model.logits(hidden).float()  # [len(rows), V]
@@ -797,8 +789,8 @@ class Loop:
 
     After the body it saves if due (at multiples of `mark`, the updates of an epoch; PPO more
     often), says something now and then, and obeys Ctrl-C. It goes on from the phase's last state if
-    there is one. With `start`, the state kept at the first `mark`, it goes on from there and writes
-    nothing: so section 11 proves resume.
+    there is one. With `start`, the state kept at the first `mark` (or halfway), it goes on from
+    there and writes nothing: so section 11 proves resume.
     roles are {name: Role}, learning and frozen; rates {learning role: (its steps, peak rate)}.
     """
 
@@ -910,9 +902,9 @@ class Loop:
 
 def sft_gradient(role: Role, examples: list[tuple[list[int], list[int]]],
                  micro_batch: int) -> float:
-    """Accumulate the gradient of the mean cross-entropy over *all* response tokens; return it.
+    """Backpropagate the mean cross-entropy over *all* response tokens, EOS included; return it.
 
-    The denominator is the number of response tokens of all examples, EOS included.
+    The denominator is their number in all examples; the gradient is left in the parameters.
     """
     denominator, loss = sum(len(answer) for _, answer in examples), 0.0
     for group in groups(examples, micro_batch):
@@ -1081,9 +1073,9 @@ def gae(rewards: Tensor, values: Tensor, gamma: float = 1.0,
 
 
 # Two means, and a contradiction that is none. SFT divides by all tokens of the update: each token
-# is one piece of evidence about the next word, wherever it stands. The two losses below take a mean
-# per response first: in PPO a whole response was judged, once, and its evidence should not grow
-# with its length. In SFT a mean of means would be the mistake; here it is meant.
+# is one piece of evidence about the next word, wherever it stands; a mean of means would be the
+# mistake. In PPO a whole response was judged, once: here each counts the same, however long. (The
+# policy gradient of section 10 would take the sum over its tokens: a choice, made on purpose.)
 
 def ppo_actor_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
                    clip: float = 0.2) -> Tensor:
@@ -1111,7 +1103,8 @@ def critic_loss(values: Tensor, returns: Tensor, mask: Tensor, value_coef: float
 
 
 # == 10 · PPO: make the answers that did better than expected more likely, a little ================
-# Why it looks as it does. The gradient of the expected score is the expectation of
+# Why it looks as it does. The gradient of the expected reward is (per response, a sum over tokens)
+# the expectation of
 #
 #     advantage * grad log pi(token)              (the policy gradient, Williams 1992)
 #
@@ -1120,15 +1113,15 @@ def critic_loss(values: Tensor, returns: Tensor, mask: Tensor, value_coef: float
 # The *clip*, because the correction is good only nearby: above 1.2 a good token, below 0.8 a bad
 # one earns nothing more. A *critic*, because subtracting what was expected changes no expectation
 # and takes most of the noise away. *lambda* trades the critic's errors for noise: at 0 a token is
-# judged by the critic's next value alone, at 1 by all that came after. value_coef does nearly
-# nothing here: the critic has an optimizer of its own, and AdamW divides a constant factor out
-# again. The value head starts at zero, so that first values are 0 and not noise; the critic's
-# adapters therefore get a gradient of zero in the first update (the chain rule multiplies by the
-# head).
+# judged by its own reward and the critic's next value, at 1 by all that came after. value_coef does
+# little here: the critic has an optimizer of its own, and AdamW divides a constant factor out again
+# (except where grad_clip bites). The value head starts at zero, so that first values are 0 and not
+# noise; the critic's adapters therefore get no gradient in the first update.
 #
 # Invariant: reference and judge never change, actor and critic do, and a save holds all of it.
 # The mistake: refreshing old_logp between the two epochs. Then every ratio starts at 1 again, and
-# the clip, which ends the push for a token once its ratio has left 0.8 to 1.2, hardly ever bites.
+# the clip, which ends the push of a token once it has pushed its ratio out of 0.8 to 1.2, never
+# bites.
 #
 # What a run prints, means of the last ten iterations:
 #
@@ -1152,7 +1145,7 @@ def collect_rollouts(loop: Loop, prompts: list[tuple[str, list[int]]]) -> tuple:
     if used := set(names) & set(loop.consumed):
         raise CourseError(f"rollout {min(used)} was trained on before")
     loop.consumed += names
-    # All randomness of an iteration is drawn at once: an answer can't depend on its neighbours.
+    # All randomness of an iteration is drawn at once: no answer's draws depend on its neighbours.
     uniforms = torch.rand(len(prompts), cfg.max_response, generator=loop.generators["sampling"])
     with loop.timed("generation"):
         answers = generate(roles["actor"], [ids for _, ids in prompts], cfg.max_response,
@@ -1627,7 +1620,7 @@ def score_texts(run: Run, items: list[tuple[str, str]]) -> list[float]:
 def audit_judge(run: Run) -> dict:
     """Accuracy on the 180 test pairs, and beside it, on every test family, how often the first
     answer of each minimal pair scores higher: 216 comparisons of relevance, 144 of certainty, 216
-    of politeness (also by note; 50 % is indifference), 144 of hedging. A tie counts for neither.
+    of politeness (50 % is indifference), 144 of hedging; also by note. A tie counts for neither.
 
     The prompt is one of the family's own; which one rotates with the family.
     """
@@ -1665,7 +1658,7 @@ def audit_judge(run: Run) -> dict:
 
 
 def phase_probes(run: Run) -> None:
-    """Score the 80 candidates with the frozen judge; no gain is required of it."""
+    """Score the 80 candidates (all hedged; "plain": without thanks). No gain is required."""
     labels, contexts, rows = run.rows("probes/labels.jsonl"), collections.defaultdict(dict), []
     scores = score_texts(run, [(row["prompt"], row["candidate"]) for row in labels])
     for row, score in zip(labels, scores):
@@ -2313,6 +2306,18 @@ def rollout_name(iteration: int) -> str:
     return f"rollouts/{iteration:04d}.json"
 
 
+def fields_read_by(config: Config, phase: str) -> dict:
+    """The fields that settle a phase: those with its prefix and those without any, but for the ones
+    named here. It can't go on, and is not "done already", after one of them changed."""
+    readers = {"log_every": (), "answer_batch": ("evaluate",), "micro_batch": ("sft", "reward"),
+               **dict.fromkeys(("clip", "kl_coef", "value_coef", "gamma", "lam",
+                                "truncation_penalty"), ("ppo",))}
+    for name in vars(config):
+        if name.startswith(("base_", "sft_", "reward_", "ppo_")):
+            readers[name] = (name.split("_")[0],)
+    return {name: v for name, v in vars(config).items() if phase in readers.get(name, (phase,))}
+
+
 class Run:
     """One run folder: model, corpus, config, and which phases are finished.
 
@@ -2425,7 +2430,7 @@ class Run:
     def identity(self, phase: str) -> dict:
         """What a phase is made from: the config fields it reads and digests of its inputs."""
         if phase not in self.identities:
-            inputs = self.config.read_by(phase)
+            inputs = fields_read_by(self.config, phase)
             for path, digest in verify_corpus(self.corpus).items() if phase != "base" else ():
                 if path.split("/")[0] in PARTS.get(phase, ()):
                     inputs[f"corpus {self.corpus}: {path}"] = digest
@@ -2780,7 +2785,7 @@ def open_run(folder: Path | None, model: str = "auto", corpus: str | None = None
               dataclasses.replace(config, **settings), chosen, stored.get("phases", {}))
     for name, value in settings.items():
         for phase in {*run.phases} & NEEDS.keys() - {*redo}:
-            if config.read_by(phase).get(name, value) != value:
+            if fields_read_by(config, phase).get(name, value) != value:
                 raise CourseError(f"--set {name}={value}: phase {phase} of {folder} has already "
                                   f"read {name} = {getattr(config, name)}; use another --out")
     say(f"model {model} (the pinned weights are at {where or 'no known place'}; --model qwen "

@@ -388,7 +388,7 @@ def test_a_phase_reads_its_own_fields_and_the_shared_ones(phase, own):
     config = dataclasses.asdict(Config())
     assert CONTRACT_FIELDS.items() <= config.items()
     assert all(type(config[name]) is type(value) for name, value in CONTRACT_FIELDS.items())
-    assert Config().read_by(phase) == {name: value for name, value in config.items()
+    assert rlhf.fields_read_by(Config(), phase) == {name: value for name, value in config.items()
                                        if name in SHARED or name.startswith((*own.split(),))}
 
 @pytest.mark.parametrize("setting", [
@@ -1503,7 +1503,8 @@ def test_done_json_is_written_last_and_vouches_for_the_phases_own_files_only(cou
     assert {p.relative_to(folder).as_posix() for p in written} >= FILES[part], "all atomic"
     phase = {"evaluation": "evaluate"}.get(part, part)
     fields, identity = dataclasses.asdict(course.run.config), found["identity"]
-    assert {k: v for k, v in identity.items() if k in fields} == course.run.config.read_by(phase)
+    assert {k: v for k, v in identity.items() if k in fields} == rlhf.fields_read_by(
+        course.run.config, phase)
     needed = {"sft": ["base/model.safetensors", "base/tokenizer.json"],
               "reward": ["base/model.safetensors"], "probes": ["reward/head.safetensors"],
               "ppo": ["sft/adapter_model.safetensors", "reward/head.safetensors",
