@@ -19,15 +19,17 @@ import shutil
 import signal
 import subprocess
 import sys
-import types
 import unicodedata
+from itertools import product
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tokenizers
 import torch
+from pytest import approx, raises
 from safetensors.torch import load_file, save_file
 
 import qwen
@@ -36,10 +38,14 @@ from qwen import KVCache, Qwen2, Qwen2Config, load_qwen2
 from rlhf import Config, CourseError, collate
 
 HERE = Path(rlhf.__file__).resolve().parent
-REFERENCE = HERE / "data" / "reference"
+REFERENCE = HERE / "data/reference"
+parametrize = pytest.mark.parametrize
 
 
 # == Helpers of all parts: small random models, roles, batches; damage to files ====================
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
 
 def mini_config(vocab=40, hidden=16, layers=2, heads=4, kv_heads=2, tied=True):
     return Qwen2Config(
@@ -50,7 +56,7 @@ def mini_config(vocab=40, hidden=16, layers=2, heads=4, kv_heads=2, tied=True):
 def mini_model(config=None, seed=0, dtype=torch.float32):
     """A frozen Qwen2 with random weights that are exact in BF16, so that both dtypes hold them."""
     model = Qwen2(config or mini_config())
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():
             noise = torch.randn(p.shape, generator=generator)
@@ -63,7 +69,7 @@ def mini_role(name="actor", head=None, trainable=True, seed=49, config=None, dty
     role = rlhf.build_role(name, mini_model(config, dtype=dtype), seed, head=head,
                            trainable=trainable)
     if disturbed is not None:
-        generator = torch.Generator().manual_seed(disturbed)
+        generator = seeded(disturbed)
         with torch.no_grad():
             for p in role.learned().values():
                 p.add_(0.1 * torch.randn(p.shape, generator=generator))
@@ -71,13 +77,13 @@ def mini_role(name="actor", head=None, trainable=True, seed=49, config=None, dty
 
 def mini_checkpoint(folder, model):
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(model.config.to_dict()), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(model.config.to_dict()), "utf-8")
     save_file({name: p.detach().bfloat16().contiguous() for name, p in model.named_parameters()},
               folder / "model.safetensors", metadata={"format": "pt"})
     return folder / "model.safetensors"
 
 def random_ids(*shape, seed=0, vocab=40):
-    return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(vocab, shape, generator=seeded(seed))
 
 def rows_of(*lengths):
     """A boolean mask with that many leading ones a row."""
@@ -90,10 +96,20 @@ def gap(a, b):
 
 def edit_json(path, change):
     """Apply change(content) to a JSON file in place; one with a seal gets a right one again."""
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = json.loads(path.read_text("utf-8"))
     sealed = content.pop("seal", None)
     change(content)
     (rlhf.write_sealed if sealed else rlhf.write)(path, content)
+
+@contextlib.contextmanager
+def restored(*paths):
+    """Whatever the block does to these files, they are what they were afterwards."""
+    contents = [path.read_bytes() for path in paths]
+    try:
+        yield
+    finally:
+        for path, content in zip(paths, contents):
+            path.write_bytes(content)
 
 def edit_tensors(path, change):
     content = load_file(path)
@@ -113,18 +129,18 @@ def reference_model(name):
     config = Qwen2Config.from_json(REFERENCE / f"{name}.json")
     return load_qwen2(REFERENCE / f"{name}.safetensors", config, dtype=torch.float32)
 
-@pytest.mark.parametrize("name", ["tied", "untied"])
+@parametrize("name", ["tied", "untied"])
 def test_logits_equal_the_committed_transformers_logits(name):
     """Bit for bit only on the processor that made them: elsewhere sums come in another order."""
     model, want = reference_model(name), load_file(REFERENCE / f"{name}_logits.safetensors")
     ids, mask = want["input_ids"], want["attention_mask"]
     real = mask.bool()
-    assert (~real).sum() == 9, "the reference must contain left padding, or it tests little"
+    assert (~real).sum() == 9, "it must have left padding"
     assert gap(model.logits(model(ids)), want["logits"]) < 1e-5, "the plain forward is off"
     assert gap(model.logits(model(ids, mask))[real], want["padded_logits"][real]) < 1e-5, "padded"
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("heads, kv_heads, head_dim, layers", [
+@parametrize("tied", [True, False])
+@parametrize("heads, kv_heads, head_dim, layers", [
     (4, 4, 8, 2), (14, 2, 8, 2), (4, 2, 16, 3), (6, 1, 6, 2), (14, 2, 64, 1)])
 def test_live_transformers_logits_are_bitwise_ours(
         tmp_path, heads, kv_heads, head_dim, layers, tied):
@@ -149,7 +165,7 @@ def test_live_transformers_logits_are_bitwise_ours(
             assert torch.equal(ours.logits(ours(ids)), plain), f"{dtype}, {T} tokens, no padding"
             assert torch.equal(ours.logits(ours(ids, mask))[real], padded[real]), f"{dtype}, {T}"
     theirs.config.save_pretrained(tmp_path / "again")   # moves rope_theta to rope_parameters
-    assert Qwen2Config.from_json(tmp_path / "again" / "config.json") == config
+    assert Qwen2Config.from_json(tmp_path / "again/config.json") == config
 
 def numpy_logits(weights, config, ids):
     """FP64, one row, token and head at a time: no batch, cache or mask; RoPE as complex numbers."""
@@ -171,7 +187,7 @@ def numpy_logits(weights, config, ids):
         q, k, v = (h @ W[f"{p}self_attn.{n}_proj.weight"].T + W[f"{p}self_attn.{n}_proj.bias"]
                    for n in "qkv")
         mixed = np.zeros((len(ids), config.num_attention_heads * D))
-        for t, n in itertools.product(range(len(ids)), range(config.num_attention_heads)):
+        for t, n in product(range(len(ids)), range(config.num_attention_heads)):
             own, shared = slice(n * D, (n + 1) * D), slice(n // group * D, (n // group + 1) * D)
             query = rotated(q[t, own], t)
             scores = np.array([query @ rotated(k[s, shared], s) for s in range(t + 1)]) / D ** 0.5
@@ -184,7 +200,7 @@ def numpy_logits(weights, config, ids):
     head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
     return torch.from_numpy(norm(x, "model.norm.weight") @ W[head].T)
 
-@pytest.mark.parametrize("name", ["tied", "untied"])
+@parametrize("name", ["tied", "untied"])
 def test_logits_equal_an_independent_numpy_forward(name):
     model, ids = reference_model(name), random_ids(2, 11)
     weights = load_file(REFERENCE / f"{name}.safetensors")
@@ -192,12 +208,12 @@ def test_logits_equal_an_independent_numpy_forward(name):
         assert gap(logits, numpy_logits(weights, model.config, row.numpy())) < 1e-4
 
 def test_rmsnorm_uses_the_configs_eps_and_in_bf16_rounds_before_the_weight_and_after():
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     x = 1e-3 * torch.randn(4, 896, generator=generator)
     unit = lambda x: x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
     error = lambda eps: (qwen.RMSNorm(896, eps)(x).double() / unit(x) - 1).abs().max().item()
     assert error(Qwen2Config.from_json(HERE / "config.json").rms_norm_eps) < 1e-5
-    assert error(1e-5) > 0.1, "at this scale the wrong eps must show, or the test proves nothing"
+    assert error(1e-5) > 0.1, "the wrong eps must show"
     norms = [m for m in reference_model("tied").modules() if isinstance(m, qwen.RMSNorm)]
     assert len(norms) == 5 and {m.eps for m in norms} == {1e-6}
     norm = qwen.RMSNorm(896, 1e-6).to(torch.bfloat16).requires_grad_(False)
@@ -206,7 +222,7 @@ def test_rmsnorm_uses_the_configs_eps_and_in_bf16_rounds_before_the_weight_and_a
     twice = (norm.weight.double() * unit(x).bfloat16().double()).bfloat16()
     once = (norm.weight.double() * unit(x)).bfloat16()
     assert (norm(x) == twice).float().mean() > 0.999  # FP32 and FP64 may straddle a rounding
-    assert (once == twice).float().mean() < 0.9, "the two orders must differ, or this is no test"
+    assert (once == twice).float().mean() < 0.9, "the two orders must differ"
 
 def test_in_bf16_angles_are_rounded_once_and_do_not_depend_on_how_the_model_was_made(tmp_path):
     """By position 200 an angle of 8 bits is off by half a radian: the FP32 forward is left far."""
@@ -225,7 +241,7 @@ def in_chunks(model, ids, sizes, mask=None):
         assert cache.length == end
     return torch.cat(pieces, dim=1)
 
-@pytest.mark.parametrize("name", ["tied", "untied"])
+@parametrize("name", ["tied", "untied"])
 def test_cached_logits_equal_uncached_for_any_chunking(name):
     model, ids, rng = reference_model(name), random_ids(3, 13, seed=1), random.Random(0)
     mask = torch.ones_like(ids)
@@ -248,24 +264,24 @@ CACHE_FAULTS = {
     "a gradient": lambda m, ids, cache: m.requires_grad_(True)(
         ids, cache=KVCache(m.config, 2, 6, torch.float32))}
 
-@pytest.mark.parametrize("fault", CACHE_FAULTS)
+@parametrize("fault", CACHE_FAULTS)
 def test_a_cache_refuses(fault):
     model, ids = reference_model("tied"), random_ids(2, 6)
     cache = KVCache(model.config, 2, 6, torch.float32)
     model(ids[:, :4], torch.ones(2, 4), cache=cache)
-    with pytest.raises((ValueError, RuntimeError)):
+    with raises((ValueError, RuntimeError)):
         CACHE_FAULTS[fault](model, ids, cache)
     assert cache.length == 4, "a refused call must leave the cache as it was"
     got = model.requires_grad_(False)(ids[:, 4:], torch.ones(2, 6), cache=cache)
     assert gap(got, model(ids)[:, 4:]) < 1e-4
 
-@pytest.mark.parametrize("layout", ["-------xxxxxxxxx", "xxxxxxxxx-------", "---xxxxxxxxx----",
-                                    "xxxx-------xxxxx", "--xx--x--xxxxxx-"])
+@parametrize("layout", ["-------xxxxxxxxx", "xxxxxxxxx-------", "---xxxxxxxxx----",
+                        "xxxx-------xxxxx", "--xx--x--xxxxxx-"])
 def test_padding_takes_no_position_and_changes_no_logit_whatever_the_pad_ids(layout):
     """Padding in the middle: who counts columns tears the two parts seven positions apart."""
     model, ids, outcomes = reference_model("tied"), random_ids(2, 9, seed=4), []
     real = torch.tensor([c == "x" for c in layout])
-    for pad, dtype in itertools.product((0, 63), (torch.bool, torch.int64)):
+    for pad, dtype in product((0, 63), (torch.bool, torch.int64)):
         padded = torch.full((2, 16), pad)
         padded[:, real] = ids
         logits = model.logits(model(padded, real.expand(2, -1).to(dtype)))
@@ -274,14 +290,13 @@ def test_padding_takes_no_position_and_changes_no_logit_whatever_the_pad_ids(lay
         outcomes.append(logits[:, real])
     assert all(torch.equal(outcomes[0], other) for other in outcomes), "pad ids leaked"
 
-@pytest.mark.parametrize("name", ["tied", "untied"])
+@parametrize("name", ["tied", "untied"])
 def test_shared_prefixes_change_neither_states_nor_gradients_and_are_computed_once(name):
     rows = [((1, 2), [20, 21, 22]), ((1, 2), [20, 21, 23, 24]), ((1, 3, 4, 5), [20]),
             ((1, 3, 4, 5), [25, 26]), ((6,), [20, 21]), ((1, 3, 4, 5), [20])]
     batch = collate([[7, 8, 9, *prompt] for prompt, _ in rows], [answer for _, answer in rows])
     model, real, seen, results = reference_model(name), batch.attention, [], []
-    weight = torch.randn(*batch.ids.shape, model.config.hidden_size,
-                         generator=torch.Generator().manual_seed(2))
+    weight = torch.randn(*batch.ids.shape, model.config.hidden_size, generator=seeded(2))
     model.model.layers[0].mlp.register_forward_pre_hook(
         lambda _, args: seen.append(args[0].shape[:-1].numel()))
     learned = [p.requires_grad_(True) for n, p in model.named_parameters() if "_proj.weight" in n]
@@ -316,7 +331,7 @@ FILE_FAULTS = {
     "a pointer": lambda content: POINTER, "cut": lambda content: content[:-100],
     "longer": lambda content: content + b"xx", "no file": None}
 
-@pytest.mark.parametrize("fault", [*TENSOR_FAULTS, *FILE_FAULTS, "FP16"])
+@parametrize("fault", [*TENSOR_FAULTS, *FILE_FAULTS, "FP16"])
 def test_loading_weights_refuses(tmp_path, fault):
     config, named = mini_config(tied=False), ""
     path, dtype = mini_checkpoint(tmp_path, mini_model(config)), torch.float32
@@ -333,13 +348,11 @@ def test_loading_weights_refuses(tmp_path, fault):
         named = rf"\b{len(data)} bytes.*\b({about}|{len(content)})\b"
     else:
         dtype = torch.float16
-    with pytest.raises((ValueError, OSError), match=named or "[^ ]") as error:
+    with raises((ValueError, OSError), match=named or "[^ ]") as error:
         load_qwen2(path, config, dtype=dtype)
     assert (fault == "FP16" or str(path) in str(error.value)) and "\n" not in str(error.value)
 
-PINNED_CONFIG = json.loads((HERE / "config.json").read_text(encoding="utf-8"))
-
-@pytest.mark.parametrize("change, field", [     # a change to ... removes the field
+@parametrize("change, field", [     # a change to ... removes the field
     ({"model_type": "llama"}, "model_type"), ({"model_type": ...}, "model_type"),
     ({"hidden_act": "gelu"}, "hidden_act"), ({"use_sliding_window": True}, "use_sliding"),
     ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling"),
@@ -354,15 +367,17 @@ PINNED_CONFIG = json.loads((HERE / "config.json").read_text(encoding="utf-8"))
     *(({name: ...}, name) for name in Qwen2Config.__dataclass_fields__)])
 def test_a_config_this_forward_does_not_implement_is_refused(tmp_path, change, field):
     path = tmp_path / "config.json"
-    path.write_text(change if isinstance(change, str) else json.dumps(
-        {k: v for k, v in {**PINNED_CONFIG, **change}.items() if v is not ...}), encoding="utf-8")
-    with pytest.raises(ValueError, match=f"{re.escape(str(path))}.*{field}"):
+    if not isinstance(change, str):
+        changed = load(HERE / "config.json") | change
+        change = json.dumps({k: v for k, v in changed.items() if v is not ...})
+    path.write_text(change, "utf-8")
+    with raises(ValueError, match=f"{re.escape(str(path))}.*{field}"):
         Qwen2Config.from_json(path)
 
 def test_a_config_survives_its_file(tmp_path):
     path, config = tmp_path / "config.json", Qwen2Config.from_json(HERE / "config.json")
     assert config == Qwen2Config(151936, 896, 4864, 24, 14, 2, 1e-6, 1e6, True)
-    path.write_text(json.dumps(config.to_dict()), encoding="utf-8")
+    path.write_text(json.dumps(config.to_dict()), "utf-8")
     assert Qwen2Config.from_json(path) == config
     edit_json(path, lambda c: c.update(rope_parameters={"rope_theta": c.pop("rope_theta")}))
     assert Qwen2Config.from_json(path) == config, "where newer writers put it"
@@ -380,7 +395,7 @@ CONTRACT_FIELDS = {     # typed in from the contract's page
 SHARED = {"weight_decay", "warmup_ratio", "min_lr_ratio", "grad_clip", "lora_rank", "lora_alpha",
           "seed", "max_prompt", "max_response", "dtype"}
 
-@pytest.mark.parametrize("phase, own", [
+@parametrize("phase, own", [
     ("base", "base_"), ("sft", "sft_ micro_batch"), ("reward", "reward_ micro_batch"),
     ("ppo", "ppo_ clip kl_coef value_coef gamma lam truncation_penalty"),
     ("evaluate", "answer_batch"), ("probes", "none"), ("resume", "none")])
@@ -388,17 +403,17 @@ def test_a_phase_reads_its_own_fields_and_the_shared_ones(phase, own):
     config = dataclasses.asdict(Config())
     assert CONTRACT_FIELDS.items() <= config.items()
     assert all(type(config[name]) is type(value) for name, value in CONTRACT_FIELDS.items())
-    assert rlhf.fields_read_by(Config(), phase) == {name: value for name, value in config.items()
-                                       if name in SHARED or name.startswith((*own.split(),))}
+    assert rlhf.fields_read_by(Config(), phase) == {
+        name: value for name, value in config.items()
+        if name in SHARED or name.startswith((*own.split(),))}
 
-@pytest.mark.parametrize("setting", [
+@parametrize("setting", [
     "sft_update=5", "=5", "", "sft_updates", "SFT_UPDATES=5",                    # unknown
     "sft_updates=5.5", "sft_updates=", "sft_lr=fast", "clip=0,2", "dtype=fp32",  # wrong type
     "sft_updates=0", "ppo_prompts=-1", "lora_rank=0", "max_response=0", "seed=-1", "clip=-0.2",
     "sft_lr=-1e-5", "sft_lr=nan", "gamma=inf", "grad_clip=1e999"])               # no sense
 def test_a_nonsense_setting_is_a_usage_error_that_lists_the_fields(tmp_path, setting):
-    error = refusal("--phase", "data", "--model", "tiny", "--out", tmp_path / "run",
-                    "--set", "sft_updates=5", "--set", setting, status=2)
+    error = refusal("data", tmp_path / "run", "--set", "sft_updates=5", "--set", setting, status=2)
     assert not (tmp_path / "run").exists()
     assert all(re.search(rf"\b{f.name}\b", error) for f in dataclasses.fields(Config))
 
@@ -458,7 +473,7 @@ def spec_corpus(revision):
                                              for k in range(4)]
     return files
 
-@pytest.mark.parametrize("revision", ["v1", "v2"])
+@parametrize("revision", ["v1", "v2"])
 def test_the_corpus_is_the_one_of_the_contracts_tables(revision):
     corpus, expected = CORPUS[revision], spec_corpus(revision)
     assert {path: len(rows) for path, rows in corpus.items()} == ROW_COUNTS
@@ -469,7 +484,7 @@ def test_the_corpus_is_the_one_of_the_contracts_tables(revision):
     assert len(prompts) == 2040
     probes = {row["id"]: row for row in corpus["probes/labels.jsonl"]}
     contexts, first = {}, {"v1": 0, "v2": 20}[revision]
-    for i, correct, polite in itertools.product(range(first, first + 20), (0, 1), (0, 1)):
+    for i, correct, polite in product(range(first, first + 20), (0, 1), (0, 1)):
         row = probes.pop(f"PROBE{i:02d}-C{correct}-P{polite}")
         shared = contexts.setdefault(i, row["prompt"])      # one context, four rows
         assert row == spec_row(row["id"], shared, expected_action=i % 6, correct=bool(correct),
@@ -489,10 +504,10 @@ def test_the_corpus_is_the_one_of_the_contracts_tables(revision):
 def test_phase_data_writes_byte_for_byte_the_committed_files_and_rewrites_none(
         tmp_path, monkeypatch):
     monkeypatch.setattr(rlhf, "DATA", tmp_path / "data")
-    argv = ("--phase", "data", "--model", "tiny", "--out", tmp_path / "run")
+    argv = ("data", tmp_path / "run", "--model", "tiny")
     assert call(*argv)[0] == 0
     for folder, revision in ((HERE / "data", "v1"), (HERE / "data" / "v2", "v2")):
-        manifest, audit = ((folder / f"{name}.json").read_text(encoding="utf-8")
+        manifest, audit = ((folder / f"{name}.json").read_text("utf-8")
                            for name in ("manifest", "audit"))
         assert json.loads(audit)["human_feedback"] is False and json.loads(audit)["rubric_scope"]
         for name in (*ROW_COUNTS, "manifest.json", "audit.json"):
@@ -506,8 +521,8 @@ def test_phase_data_writes_byte_for_byte_the_committed_files_and_rewrites_none(
     assert call(*argv)[0] == 0
     assert stamps == {p: p.stat().st_mtime_ns for p in stamps}
 
-@pytest.mark.parametrize("name", ["train/prompts.jsonl", "test/labels.jsonl", "manifest.json",
-                                  "audit.json", "v2/probes/labels.jsonl"])
+@parametrize("name", ["train/prompts.jsonl", "test/labels.jsonl", "manifest.json",
+                      "audit.json", "v2/probes/labels.jsonl"])
 def test_a_changed_corpus_file_is_refused_by_name_and_left_alone(tmp_path, monkeypatch, name):
     shutil.copytree(HERE / "data", tmp_path / "data")
     monkeypatch.setattr(rlhf, "DATA", tmp_path / "data")
@@ -515,7 +530,7 @@ def test_a_changed_corpus_file_is_refused_by_name_and_left_alone(tmp_path, monke
     changed = path.read_bytes().replace(b"a", b"e", 1)
     path.write_bytes(changed)
     for phase in ("data", "report") if "v2" not in name else ("data",):
-        assert str(path) in refusal("--phase", phase, "--model", "tiny", "--out", tmp_path / "run")
+        assert str(path) in refusal(phase, tmp_path / "run", "--model", "tiny")
     assert path.read_bytes() == changed
 
 def changed_row(path, k, **columns):
@@ -538,12 +553,12 @@ CORRUPTIONS = {
     "a rollout of a test family": lambda c: c["train/prompts.jsonl"][0].update(
         family=c["test/labels.jsonl"][0]["family"])}
 
-@pytest.mark.parametrize("what", CORRUPTIONS)
+@parametrize("what", CORRUPTIONS)
 def test_the_audit_fails_on(what):
     corpus = json.loads(json.dumps(CORPUS["v1"]))
     rlhf.audit_corpus("v1", corpus)
     CORRUPTIONS[what](corpus)
-    with pytest.raises(CourseError):
+    with raises(CourseError):
         rlhf.audit_corpus("v1", corpus)
 
 def test_the_lazy_judge_by_hand_and_on_both_revisions():
@@ -566,10 +581,10 @@ def test_the_lazy_judge_by_hand_and_on_both_revisions():
         assert " ".join(f"{100 * share:.0f}" for share in shares.values()) == percent
         assert json.loads((HERE / folder / "audit.json").read_text())["lazy_judge"] == shares
 
-@pytest.mark.parametrize("expected", range(6))
+@parametrize("expected", range(6))
 def test_the_rubric_on_every_sentence_of_its_grammar(expected):
     texts = set()
-    for action, certainty, polite, finish in itertools.product(
+    for action, certainty, polite, finish in product(
             range(6), range(3), (False, True), ("eos", "length")):
         text = rlhf.response(action, certainty, polite)
         reason = ("no_eos" if finish == "length" else "irrelevant_action" if action != expected
@@ -588,15 +603,14 @@ def test_the_rubric_on_every_sentence_of_its_grammar(expected):
         assert verdict["recognized"] and verdict["refusal"] and verdict["reason"] == "refusal"
         assert verdict["rubric_success"] is False
 
-@pytest.mark.parametrize("text, expected, flags", [     # things are named: expected, other
+@parametrize("text, expected, flags", [     # things are named: expected, other
     ("It may help to open the print queue and resume it.", 0, "expected hedges"),
     ("This is guaranteed to work: push the loose cable back in at both ends.", 0, "other promises"),
     ("It is not certain, but you could unplug the monitor.", 1, "expected hedges"),
     ("Certainly! You might want to check the Wi-Fi.", 3, "expected hedges"),
     ("I can\u2019t guarantee it; sign in again. Thanks.", 5, "expected thanks"),
-    ("I can't help with that.", 2, "refuses"), ("", 2, ""), ("The mayor of certainty", 2, ""),
+    ("I can't help with that.", 2, "refuses"), ("The mayor of certainty", 2, ""),
     ("There's no claimed guarantee that turning up the volume works.", 2, "expected"),
-    ("This will certainly work: save the document.", 4, "expected promises"),
     ("No problem, I promise: without any guarantee, log in.", 0, "other promises"),
     ("Unable to assist with the network; make sure it is saved", 3, "expected other refuses")])
 def test_the_words_of_an_answer_are_read_with_their_negations(text, expected, flags):
@@ -606,9 +620,9 @@ def test_the_words_of_an_answer_are_read_with_their_negations(text, expected, fl
 
 RIGHT = rlhf.response(0, 1, False)
 
-@pytest.mark.parametrize("text", [
-    "", " ", RIGHT + " ", " " + RIGHT, RIGHT + "\n", RIGHT.replace(" ", "  ", 1), RIGHT.lower(),
-    RIGHT.replace(" ", "\u00a0", 1), RIGHT.rstrip("."), RIGHT + RIGHT, RIGHT[:-5],
+@parametrize("text", [
+    "", RIGHT + " ", " " + RIGHT, RIGHT + "\n", RIGHT.replace(" ", "  ", 1), RIGHT.lower(),
+    RIGHT.replace(" ", "\u00a0", 1), RIGHT.rstrip("."), RIGHT + RIGHT,
     f"{RIGHT} {rlhf.response(1, 1, False)}", RIGHT + rlhf.POLITE * 2, rlhf.POLITE.strip(),
     "It is not true that " + RIGHT, RIGHT + "<|endoftext|>",
     "\ufffd" + RIGHT, RIGHT + "\ufffd", RIGHT[:9] + "\ufffd" + RIGHT[9:]])
@@ -619,8 +633,7 @@ def test_other_prose_is_uncertified_neither_wrong_nor_a_success(text):
     assert verdict["refusal"] is False and not verdict["relevant"]
     assert verdict["reason"] == ("undecodable_token" if "\ufffd" in text else "uncertified")
     if text.endswith("\ufffd"):
-        assert rlhf.evaluate_response(text, "length", 0)["reason"] != "undecodable_token", \
-            "an answer cut inside a character is cut"
+        assert rlhf.evaluate_response(text, "length", 0)["reason"] == "uncertified", "cut"
 
 
 # == 3 · Tokens, masks, batches ====================================================================
@@ -693,7 +706,7 @@ def test_known_ids_of_the_pinned_tokenizer(pinned):
     for function, limit in ((pinned.prompt, 256), (pinned.answer, 64)):
         room = next(n for n in range(1, 300) if len(function("a" + " b" * n, 10 ** 6)) == limit)
         assert len(function("a" + " b" * room)) == limit
-        with pytest.raises(CourseError, match=str(limit)):      # an error, never cut
+        with raises(CourseError, match=str(limit)):      # an error, never cut
             function("a" + " b" * (room + 1))
 
 def test_truncation_and_padding_stored_in_the_tokenizer_file_do_not_apply(course, tmp_path):
@@ -705,17 +718,17 @@ def test_truncation_and_padding_stored_in_the_tokenizer_file_do_not_apply(course
     assert len(tokenizers.Tokenizer.from_file(str(path)).encode(text).ids) == 32, "the trap is set"
     assert rlhf.Tokens(path).encode(text) == plain and len(plain) > 4
 
-@pytest.mark.parametrize("fault", ["a pointer", "empty", "missing", "no <|im_end|>"])
+@parametrize("fault", ["a pointer", "empty", "no file", "no <|im_end|>"])
 def test_a_file_that_is_no_chat_tokenizer_is_refused_by_name(tmp_path, course, fault):
-    path = Path(shutil.copy(course.folder / "base" / "tokenizer.json", tmp_path))
-    if fault == "no <|im_end|>":
+    path = Path(shutil.copy(course.folder / "base/tokenizer.json", tmp_path))
+    if fault == "no file":
+        path.unlink()
+    elif fault in FILE_FAULTS:
+        path.write_bytes(FILE_FAULTS[fault](b""))
+    else:
         edit_json(path, lambda content: content.update(added_tokens=[
             t for t in content["added_tokens"] if t["content"] != "<|im_end|>"]))
-    elif fault == "missing":
-        path.unlink()
-    else:
-        path.write_bytes(POINTER if fault == "a pointer" else b"")
-    with pytest.raises(CourseError, match=re.escape(str(path))):
+    with raises(CourseError, match=re.escape(str(path))):
         rlhf.Tokens(path)
 
 def test_masks_come_from_lengths_so_both_eos_are_supervised():
@@ -730,7 +743,7 @@ def test_masks_come_from_lengths_so_both_eos_are_supervised():
         assert batch.mask.tolist() == [[True] * 5 + [False] * 4, [True] * 9]
         assert batch.response_mask.tolist() == [[False] * 3 + [True] * 5 + [False] * 4,
                                                 [False] * 3 + [True] * 9]
-    with pytest.raises(ValueError):
+    with raises(ValueError):
         collate([[1], [2]], [[3]])
 
 
@@ -745,7 +758,7 @@ def lora_layer(weight, bias, lora_A, lora_B):
     return layer
 
 def test_lora_is_its_formula_and_in_bf16_rounds_the_sum_once():
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     for rank in (1, 4, 8):
         W, b, A, B, x = (torch.randn(shape, generator=generator) for shape in (
             (500, 6), (500,), (rank, 6), (500, rank), (3, 6)))
@@ -756,7 +769,7 @@ def test_lora_is_its_formula_and_in_bf16_rounds_the_sum_once():
     layer = lora_layer(torch.zeros(500, 6).bfloat16(), bias, A, B)
     branch = 2 * layer.lora_B(layer.lora_A(x.float()))
     once, twice = (bias.float() + branch).bfloat16(), bias + branch.bfloat16()
-    assert not torch.equal(once, twice), "these numbers could not tell one from two roundings"
+    assert not torch.equal(once, twice), "the two must differ"
     assert torch.equal(layer(x), once) and layer.lora_A.bias is None and layer.lora_B.bias is None
 
 def test_the_full_size_has_290_tensors_168_adapters_and_heads_of_897():
@@ -771,7 +784,7 @@ def test_the_full_size_has_290_tensors_168_adapters_and_heads_of_897():
     assert sum(p.numel() for n, p in learned.items() if ".lora_" in n) == 4_399_104
     assert sum(p.numel() for n, p in learned.items() if "head." in n) == 897
 
-@pytest.mark.parametrize("head", [None, "zero", "normal"])
+@parametrize("head", [None, "zero", "normal"])
 def test_adapters_are_drawn_in_sorted_name_order_from_the_roles_seed_and_heads_apart(head):
     seed, layers, width = (50, 0, 2048) if head else (50, 11, 8)
     model = mini_model(mini_config(layers=layers, hidden=width, vocab=4))
@@ -780,7 +793,7 @@ def test_adapters_are_drawn_in_sorted_name_order_from_the_roles_seed_and_heads_a
     before = state()
     role = rlhf.build_role("x", model, seed, head=head)
     assert state() == before
-    generator, learned = torch.Generator().manual_seed(seed), role.learned()
+    generator, learned = seeded(seed), role.learned()
     names = sorted(n.removesuffix("A.weight") for n in learned if "lora_A" in n)
     assert len(names) == (0 if head else 77)
     for name in names:
@@ -791,11 +804,11 @@ def test_adapters_are_drawn_in_sorted_name_order_from_the_roles_seed_and_heads_a
     if head:
         weight, bias = learned["head.weight"], learned["head.bias"]
         assert weight.shape == (1, 2048) and weight.dtype == bias.dtype == torch.float32
-        assert not bias.any() and weight.std().item() == pytest.approx(
+        assert not bias.any() and weight.std().item() == approx(
             0.02 if head == "normal" else 0, rel=0.1)
         assert head == "zero" or weight.abs().max() > 0.05, "normal, not uniform"
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_fresh_role_is_bitwise_its_base_and_learns_through_b_first(dtype):
     base, role, ids = mini_model(dtype=dtype), mini_role(dtype=dtype), random_ids(3, 9)
     assert torch.equal(role.model.logits(role.model(ids)), base.logits(base(ids)))
@@ -830,17 +843,17 @@ ISOLATION_FAULTS = {
     "a judge that learns": lambda r: r["reward"].head.requires_grad_(True),
     "a base of two dtypes": lambda r: r["reward"].model.model.norm.bfloat16()}
 
-@pytest.mark.parametrize("fault", ISOLATION_FAULTS)
+@parametrize("fault", ISOLATION_FAULTS)
 def test_role_isolation_fails_on(fault):
     roles = {"actor": mini_role(), "reference": mini_role("reference", trainable=False),
              "reward": mini_role("reward", "normal", trainable=False, seed=50),
              "critic": mini_role("critic", "zero")}
     rlhf.assert_role_isolation(roles)
     ISOLATION_FAULTS[fault](roles)
-    with pytest.raises(CourseError):
+    with raises(CourseError):
         rlhf.assert_role_isolation(roles)
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_bit_changes_the_identity_of_its_side_and_of_no_other(dtype):
     make = lambda: mini_role("critic", head="zero", config=mini_config(layers=1), dtype=dtype)
     identity = lambda role: (rlhf.learned_identity(role), rlhf.frozen_identity(role))
@@ -854,7 +867,7 @@ def test_one_bit_changes_the_identity_of_its_side_and_of_no_other(dtype):
             assert changed == [name in role.learned(), name not in role.learned()], name
             bits[position] ^= 1
 
-@pytest.mark.parametrize("name, head", [("actor", None), ("critic", "zero"), ("reward", "normal")])
+@parametrize("name, head", [("actor", None), ("critic", "zero"), ("reward", "normal")])
 def test_saved_adapters_and_heads_come_back_bit_for_bit(tmp_path, name, head):
     role, cfg = mini_role(name, head, disturbed=5), Config()
     rlhf.save_adapter(role, tmp_path, cfg, "base")
@@ -882,7 +895,7 @@ ADAPTER_FAULTS = {      # (file, its change, what the error must name)
     "no head weight": (HEAD, lambda t: t.pop("weight"), "head.weight"),
     "a head of another width": (HEAD, lambda t: t.update(weight=torch.zeros(1, 15)), "head.weight")}
 
-@pytest.mark.parametrize("fault", ADAPTER_FAULTS)
+@parametrize("fault", ADAPTER_FAULTS)
 def test_loading_adapters_fails_by_name_on(tmp_path, fault):
     name, change, named = ADAPTER_FAULTS[fault]
     rlhf.save_adapter(mini_role("reward", "normal", disturbed=5), tmp_path, Config(), "base")
@@ -890,14 +903,14 @@ def test_loading_adapters_fails_by_name_on(tmp_path, fault):
         (tmp_path / name).unlink()
     else:
         (edit_json if name == CONFIG else edit_tensors)(tmp_path / name, change)
-    with pytest.raises((CourseError, OSError)) as problem:
+    with raises((CourseError, OSError)) as problem:
         rlhf.load_adapter(mini_role("reward", "normal"), tmp_path, Config(), True)
     assert str(tmp_path) in str(problem.value) and named in str(problem.value)
 
 
 # == 5 · Log-probability, value, score, a sampled token ============================================
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_token_logprobs_are_the_fp64_log_softmax(dtype):
     logits = (8 * noise(3, 5, 1000)).to(dtype)
     ids = random_ids(3, 5, vocab=1000)
@@ -905,12 +918,12 @@ def test_token_logprobs_are_the_fp64_log_softmax(dtype):
     expected = logits.double().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
     assert logp.dtype == torch.float32 and gap(logp, expected) < 1e-5
     huge = rlhf.token_logprobs(torch.tensor([[1e4, 0.0]]), torch.tensor([1]))
-    assert huge.item() == -1e4, "logits of any size must neither overflow nor round to -inf"
+    assert huge.item() == -1e4, "neither overflow nor -inf"
 
 PROMPTS, RESPONSES = [[3, 1, 4], [1, 5], [9, 2, 6, 5, 3]], [[5, 8], [9, 7, 9, 3, 2], [3]]
 
 def noise(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(*shape, generator=seeded(seed), dtype=torch.float64)
 
 def next_logits(role, ids):
     """FP64 logits [V] after `ids`: one plain forward of one row, no padding, cache or shift."""
@@ -923,15 +936,15 @@ def test_scores_and_values_are_those_of_each_prefix_alone_whatever_stands_in_the
     logp, again = (rlhf.response_logprobs(actor, batch) for batch in batches)
     values, other = (rlhf.prefix_values(critic, batch) for batch in batches)
     mask = batches[0].mask
-    assert torch.equal(logp, again), "two scoring forwards must be bitwise equal"
+    assert torch.equal(logp, again), "scored twice"
     assert torch.equal(values[mask], other[mask]) and logp.requires_grad and values.requires_grad
     assert not logp[~mask].any(), "padding holds 0"
     for row, (p, r) in enumerate(zip(PROMPTS, RESPONSES)):
         for t, token in enumerate(r):
             expected = next_logits(actor, p + r[:t]).log_softmax(-1)[token]
-            assert logp[row, t].item() == pytest.approx(expected.item(), abs=1e-4), (row, t)
+            assert logp[row, t].item() == approx(expected.item(), abs=1e-4), (row, t)
             alone = critic.head(critic.model(torch.tensor([p + r[:t]]))[0, -1]).item()
-            assert values[row, t].item() == pytest.approx(alone, abs=1e-4), "read before its token"
+            assert values[row, t].item() == approx(alone, abs=1e-4), "read before its token"
 
 def test_one_chatml_sequence_has_one_score_under_any_padding(pinned):
     config = mini_config(151936, hidden=8, layers=1)
@@ -940,30 +953,30 @@ def test_one_chatml_sequence_has_one_score_under_any_padding(pinned):
     scores = role.head(role.model(torch.tensor([prompt + answer])))[0, :, 0].tolist()
     assert all(abs(other - scores[-1]) > 1e-2 for other in (scores[-2], scores[len(prompt) - 5])), \
         "another column must be distinguishable"
-    for left, right in itertools.product((0, 3, 9), repeat=2):
+    for left, right in product((0, 3, 9), repeat=2):
         ids = torch.tensor([[PAD_ID] * left + prompt + answer + [PAD_ID] * right])
         columns = torch.arange(ids.shape[1])[None] - left
         real = (columns >= 0) & (columns < len(prompt + answer))
         score = rlhf.reward_scores(role, ids, real.long(), real & (columns >= len(prompt)))
-        assert score.tolist() == pytest.approx([scores[-1]], abs=1e-4), (left, right)
+        assert score.tolist() == approx([scores[-1]], abs=1e-4), (left, right)
     batch = collate([prompt, prompt[:9]], [answer, answer * 3], pad=PAD_ID)
     both = rlhf.reward_scores(role, batch.ids, batch.attention, batch.response_mask)
-    assert both[0].item() == pytest.approx(scores[-1], abs=1e-4)
+    assert both[0].item() == approx(scores[-1], abs=1e-4)
 
 MASK_FAULTS = {
     "integers": lambda m: m.long(), "other width": lambda m: m[:, :5],
     "an empty row": lambda m: m & torch.tensor([[True], [False]]),
     "a token outside attention": lambda m: m | (torch.arange(6) == 4)}
 
-@pytest.mark.parametrize("fault", MASK_FAULTS)
+@parametrize("fault", MASK_FAULTS)
 def test_a_reward_call_refuses_a_mask_of(fault):
     role, ids, attention = mini_role("reward", "normal"), random_ids(2, 6), rows_of(4, 6)
     mask = attention & (torch.arange(6) >= torch.tensor([[2], [3]]))
     assert rlhf.reward_scores(role, ids, attention, mask).shape == (2,)
-    with pytest.raises(ValueError, match="mask"):
+    with raises(ValueError, match="mask"):
         rlhf.reward_scores(role, ids, attention, MASK_FAULTS[fault](mask))
 
-@pytest.mark.parametrize("spread", [1.0, 30.0])
+@parametrize("spread", [1.0, 30.0])
 def test_sampling_is_the_inverse_cdf_of_each_row_alone(spread):
     logits, uniforms = spread * noise(40, 300), noise(40, seed=1).abs().fmod(1)
     logits[4:6, :100] = logits[6:8, 200:] = -1e9    # impossible first and last ids
@@ -994,7 +1007,7 @@ def test_greedy_text_is_the_argmax_of_repeated_full_forwards():
         for t, (token, logp) in enumerate(zip(answer.ids, answer.logp)):
             logits = next_logits(role, prompt + answer.ids[:t])
             assert logits.argmax() == token, "cache, padding or positions change what it says"
-            assert logp == pytest.approx(logits.log_softmax(-1)[token].item(), abs=1e-4)
+            assert logp == approx(logits.log_softmax(-1)[token].item(), abs=1e-4)
     for eos in {token for answer in whole for token in answer.ids}:
         for cut, answer in zip(rlhf.generate(role, GEN_PROMPTS, 6, eos=eos), whole):
             end = answer.ids.index(eos) + 1 if eos in answer.ids else 6
@@ -1016,12 +1029,11 @@ def test_uniforms_can_spell_any_answer_and_only_151645_ends_one():
     assert [a.ids for a in answers] == wanted, "a token was suppressed, or another rule draws it"
     assert [a.finish_reason for a in answers] == ["eos", "eos", "length", "eos"]
     for row, answer in zip(rlhf.response_logprobs(role, collate(GEN_PROMPTS, wanted)), answers):
-        assert row[:len(answer.ids)].tolist() == pytest.approx(answer.logp, abs=1e-4), \
-            "old_logp must be the log-probability of the full distribution that drew the token"
+        assert row[:len(answer.ids)].tolist() == approx(answer.logp, abs=1e-4), "not what drew it"
 
 def test_a_response_does_not_depend_on_its_neighbours():
     role, prompt = mini_role(disturbed=5), [4, 8, 15]
-    uniforms = torch.rand(4, 8, generator=torch.Generator().manual_seed(6))
+    uniforms = torch.rand(4, 8, generator=seeded(6))
     alone = rlhf.generate(role, [prompt], 8, uniforms[2:3], eos=-1)[0]
     for mates in ([[1], [2], [3]], [[9] * 30, [6, 6], [11] * 3]):
         prompts = [mates[0], mates[1], prompt, mates[2]]
@@ -1029,7 +1041,7 @@ def test_a_response_does_not_depend_on_its_neighbours():
         eos = next(token for token in first if token not in alone.ids)  # a neighbour ends early
         answers = rlhf.generate(role, prompts, 8, uniforms, eos=eos)
         assert len(answers[0].ids) < 8 and answers[2].ids == alone.ids
-        assert answers[2].logp == pytest.approx(alone.logp, abs=1e-4)
+        assert answers[2].logp == approx(alone.logp, abs=1e-4)
     again, fresh = (rlhf.generate(r, [prompt], 8)[0] for r in (role, mini_role(disturbed=5)))
     assert (again.ids, again.logp) == (fresh.ids, fresh.logp), "an earlier prompt left something"
 
@@ -1037,48 +1049,43 @@ def test_a_response_does_not_depend_on_its_neighbours():
 # == 6 · One update, and a loop ====================================================================
 
 def mini_loop(roles, updates=6, rate=1e-2, start=None, **settings):
-    run = types.SimpleNamespace(config=dataclasses.replace(Config(), **settings),
-                                device=torch.device("cpu"), go_on=lambda loop: None,
-                                save_state=lambda loop, name: None,
-                                stop=types.SimpleNamespace(requested=0))
+    run = SimpleNamespace(config=dataclasses.replace(Config(), **settings),
+                          device=torch.device("cpu"), go_on=lambda loop: None,
+                          save_state=lambda loop, name: None,
+                          stop=SimpleNamespace(requested=0))
     learn = {name: (updates, rate) for name, role in roles.items() if role.trainable}
     return rlhf.Loop(run, "sft", roles, updates, learn, mark=3, start=start)
 
 EXAMPLES = [([3, 4], [5, 39]), ([6], [7, 8, 1, 2, 3, 4, 5, 6, 7, 39]), ([1, 2, 3], [9, 9, 39])]
 
-@pytest.mark.parametrize("total", [1, 2, 3, 9, 10, 19, 20, 63, 100, 200, 210])
+@parametrize("total", [1, 2, 3, 9, 10, 19, 20, 63, 100, 200, 210])
 def test_the_learning_rate_at_its_corners(total):
     peak, w = 3e-4, max(1, int(0.1 * total))
     rates = [rlhf.learning_rate(s, total, peak) for s in range(total)]
-    assert rates == pytest.approx([schedule(s, total, peak) for s in range(total)], rel=1e-12)
-    assert rates[w - 1] == pytest.approx(peak) == rates[min(w, total - 1)]
-    assert rlhf.learning_rate(99, 100, 1.0, min_lr_ratio=0.25) == pytest.approx(0.25)
-    assert rlhf.learning_rate(0, 100, 1.0, warmup_ratio=0.5) == pytest.approx(1 / 50)
+    assert rates == approx([schedule(s, total, peak) for s in range(total)], rel=1e-12)
+    assert rates[w - 1] == approx(peak) == rates[min(w, total - 1)]
+    assert rlhf.learning_rate(99, 100, 1.0, min_lr_ratio=0.25) == approx(0.25)
+    assert rlhf.learning_rate(0, 100, 1.0, warmup_ratio=0.5) == approx(1 / 50)
 
 def test_an_update_is_adamw_with_clipping_and_the_scheduled_rate():
-    """Two updates worked by hand in FP64 (Loshchilov and Hutter 2019, algorithm 2)."""
-    role, decay = mini_role(disturbed=3), 0.5       # so large that it shows
-    learned, loop = role.learned(), mini_loop({"actor": role}, 20, weight_decay=decay)
-    w = {name: p.detach().double().clone() for name, p in learned.items()}
-    m, v = ({name: torch.zeros_like(p) for name, p in w.items()} for _ in range(2))
-    for update, rate in enumerate((0.005, 0.01), 1):
+    role = mini_role(disturbed=3)
+    learned, loop = role.learned(), mini_loop({"actor": role}, 20, weight_decay=0.5)
+    ours, theirs = learned.values(), [p.detach().clone() for p in learned.values()]
+    optimizer = torch.optim.AdamW(theirs, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.5)
+    for rate in (0.005, 0.01):
         rlhf.sft_gradient(role, EXAMPLES, 16)
-        gradients = {name: p.grad.mul_(50).double() for name, p in learned.items()}
-        norm = math.sqrt(sum(g.pow(2).sum().item() for g in gradients.values()))
-        report = loop.step("actor")
-        assert norm > 1 and report["gradient_norm"] == pytest.approx(norm, rel=1e-5)
-        assert report["lr"] == pytest.approx(rate, rel=1e-12)
-        for name, g in gradients.items():
-            m[name] = 0.9 * m[name] + 0.1 * g / norm
-            v[name] = 0.999 * v[name] + 0.001 * (g / norm) ** 2
-            step = (m[name] / (1 - 0.9 ** update)) / (
-                (v[name] / (1 - 0.999 ** update)).sqrt() + 1e-8)
-            w[name] = w[name] - rate * decay * w[name] - rate * step
-            torch.testing.assert_close(learned[name].detach().double(), w[name], rtol=2e-4,
-                                       atol=2e-6)
-        assert all(p.grad is None for p in learned.values())
+        norm = math.sqrt(sum(p.grad.mul_(50).double().pow(2).sum().item() for p in ours))
+        for p, twin in zip(ours, theirs):
+            twin.grad = p.grad / norm       # by hand: the largest norm is 1
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+        assert norm > 1
+        assert loop.step("actor") == approx({"lr": rate, "gradient_norm": norm}, rel=1e-5)
+        for p, twin in zip(ours, theirs):
+            torch.testing.assert_close(p.detach(), twin, rtol=2e-4, atol=2e-6)
+        assert all(p.grad is None for p in ours)
     rlhf.sft_gradient(role, EXAMPLES, 16)
-    for p in learned.values():
+    for p in ours:
         p.grad.zero_()      # later on legitimate: every token may be clipped
     assert loop.step("actor")["gradient_norm"] == 0.0
 
@@ -1086,27 +1093,18 @@ GRADIENT_FAULTS = {
     "one missing": lambda roles: setattr(up_proj(roles, "actor").lora_A.weight, "grad", None),
     "all zero at first": lambda roles: [p.grad.zero_() for p in roles["actor"].learned().values()],
     "not a number": lambda roles: up_proj(roles, "actor").lora_B.weight.grad[0].fill_(math.nan),
-    "infinite": lambda roles: up_proj(roles, "actor").lora_B.weight.grad[0].fill_(math.inf),
     "on a frozen role": lambda roles: setattr(up_proj(roles, "reference").lora_A.weight, "grad",
                                               torch.zeros(8, 16))}
 
-@pytest.mark.parametrize("fault", GRADIENT_FAULTS)
+@parametrize("fault", GRADIENT_FAULTS)
 def test_a_step_refuses_a_gradient(fault):
     roles = {"actor": mini_role(), "reference": mini_role("reference", trainable=False)}
     loop, before = mini_loop(roles), rlhf.learned_identity(roles["actor"])
     rlhf.sft_gradient(roles["actor"], EXAMPLES, 16)
     GRADIENT_FAULTS[fault](roles)
-    with pytest.raises(CourseError, match="reference" if "frozen" in fault else "actor"):
+    with raises(CourseError, match="reference" if "frozen" in fault else "actor"):
         loop.step("actor")
     assert rlhf.learned_identity(roles["actor"]) == before, "a refused update moved something"
-
-def test_the_data_order_is_one_seeded_permutation_an_epoch_and_the_seeds_are_the_contracts():
-    loop = mini_loop({"actor": mini_role()})
-    ours = random.random(), np.random.rand(), torch.rand(()).item()
-    assert [loop.draw(4, [*range(6)]) for _ in range(9)] == order_of(6, 4, 9)
-    assert loop.generators["sampling"].initial_seed() == 249
-    random.seed(49), np.random.seed(49), torch.manual_seed(49)
-    assert ours == (random.random(), np.random.rand(), torch.rand(()).item())
 
 
 # == 7 to 10 · The losses, against brute force, finite differences and values worked by hand =======
@@ -1118,7 +1116,7 @@ def assert_gradients(role, expected=None):
         assert (ours[key] - value).norm() <= 1e-5 * value.norm() + 1e-9, key
     return ours
 
-@pytest.mark.parametrize("vocabulary, examples", [
+@parametrize("vocabulary, examples", [
     (40, EXAMPLES), (151936, [([5, EOS_ID, 7], [1, 2, EOS_ID]), ([8], [PAD_ID, EOS_ID])])])
 def test_micro_batches_give_the_gradient_of_one_batch_and_the_pinned_eos_is_supervised(
         vocabulary, examples):
@@ -1130,34 +1128,19 @@ def test_micro_batches_give_the_gradient_of_one_batch_and_the_pinned_eos_is_supe
     loss.backward()
     expected = assert_gradients(role)
     for micro_batch in (1, 2, 3, 16):    # 2 leaves a short last group
-        assert rlhf.sft_gradient(role, examples, micro_batch) == pytest.approx(
+        assert rlhf.sft_gradient(role, examples, micro_batch) == approx(
             loss.item(), rel=1e-5), "a mean of means is not the mean of the batch"
         assert_gradients(role, expected)
 
-def test_pair_scores_and_their_gradient_do_not_depend_on_the_grouping():
-    role = mini_role("reward", head="normal", disturbed=2)
-    pairs = [([3, 4], [5, 39], [6, 7, 8, 39]), ([6], [7, 1, 39], [9, 39]), ([2] * 3, [1, 39], [39])]
-    score = lambda ids: role.head(role.model(torch.tensor([ids]))[0, -1])[0]
-    by_hand = [(score(p + c), score(p + r)) for p, c, r in pairs]
-    torch.stack([torch.log1p((r - c).exp()) for c, r in by_hand]).mean().backward()
-    expected = assert_gradients(role)
-    for size in (1, 2, 3):
-        for group, known in zip(rlhf.groups(pairs, size), rlhf.groups(by_hand, size)):
-            scores = rlhf.pair_scores(role, group)
-            for ours, theirs in zip(scores, zip(*known)):
-                assert ours.tolist() == pytest.approx([s.item() for s in theirs], abs=1e-5)
-            (rlhf.bradley_terry_loss(*scores) * len(group) / len(pairs)).backward()
-        assert_gradients(role, expected)
-
 def test_bradley_terry_by_hand_at_any_distance():
-    for difference, shift in itertools.product((-1e4, -100, -2, 0, 2, 100, 1e4), (0, 100)):
+    for difference, shift in product((-1e4, -100, -2, 0, 2, 100, 1e4), (0, 100)):
         chosen = torch.tensor([difference + shift, shift], dtype=torch.float64, requires_grad=True)
         loss = rlhf.bradley_terry_loss(chosen, torch.full((2,), shift, dtype=torch.float64))
         loss.backward()
         exact = max(0, -difference) + math.log1p(math.exp(-abs(difference)))
-        assert loss.dim() == 0 and loss.item() == pytest.approx((exact + math.log(2)) / 2)
+        assert loss.dim() == 0 and loss.item() == approx((exact + math.log(2)) / 2)
         wrong = 1 / (1 + math.exp(min(difference, 700)))
-        assert chosen.grad.tolist() == pytest.approx([-wrong / 2, -0.25], abs=1e-12)
+        assert chosen.grad.tolist() == approx([-wrong / 2, -0.25], abs=1e-12)
 
 def brute_gae(rewards, values, gamma, lam):
     """O(T^2): advantage[t] = sum over k of (gamma lam)^k delta[t+k], no recursion."""
@@ -1165,8 +1148,7 @@ def brute_gae(rewards, values, gamma, lam):
     delta = [r + gamma * values[t + 1] - values[t] for t, r in enumerate(rewards)]
     return [sum((gamma * lam) ** k * d for k, d in enumerate(delta[t:])) for t in range(len(delta))]
 
-@pytest.mark.parametrize("gamma, lam", [(1.0, 0.95), (0.99, 0.9), (0.9, 0.0), (1.0, 1.0),
-                                        (0.0, 0.5)])
+@parametrize("gamma, lam", [(1.0, 0.95), (0.99, 0.9), (0.9, 0.0), (1.0, 1.0), (0.0, 0.5)])
 def test_gae_equals_the_brute_force_sum_in_credit_too_whatever_stands_in_the_padding(gamma, lam):
     lengths, cfg = (1, 2, 7, 64), dataclasses.replace(Config(), gamma=gamma, lam=lam)
     mask, rewards, values = rows_of(*lengths), noise(4, 64).float(), noise(4, 64, seed=1).float()
@@ -1178,10 +1160,10 @@ def test_gae_equals_the_brute_force_sum_in_credit_too_whatever_stands_in_the_pad
         r, v = (leaf[row, :n] for leaf in leaves)
         expected, alone = brute_gae(r.tolist(), v.tolist(), gamma, lam), rlhf.gae(r, v, gamma, lam)
         for advantages, returns in (alone, [x[row, :n] for x in whole]):
-            assert advantages.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+            assert advantages.tolist() == approx(expected, rel=1e-4, abs=1e-5)
             assert gap(returns, advantages + v.detach()) < 1e-5 and not advantages.requires_grad
 
-@pytest.mark.parametrize("more", [{}, {"kl_coef": 0.5, "truncation_penalty": 0.25}])
+@parametrize("more", [{}, {"kl_coef": 0.5, "truncation_penalty": 0.25}])
 def test_token_rewards_follow_the_formula_whatever_stands_in_the_padding(more):
     kl_coef, penalty = more.values() if more else (0.02, 1.0)
     lengths, score, cut = (3, 1, 5, 4), [2.0, -1.0, 3.0, 0.5], [False, True, True, False]
@@ -1192,7 +1174,7 @@ def test_token_rewards_follow_the_formula_whatever_stands_in_the_padding(more):
             expected[row, t] = -kl_coef * (old[row, t].item() - ref[row, t].item())
         expected[row, n - 1] += score[row] - penalty * cut[row]
     assert expected[3].tolist() == [0, 0, 0, 0.5, 0], "equal policies pay exactly 0"
-    for garbage, which in itertools.product((0.0, 1e30, math.nan, -math.inf), (0, 1)):
+    for garbage, which in product((0.0, 1e30, math.nan, -math.inf), (0, 1)):
         dirty = [old.clone(), ref.clone()]
         dirty[which][~mask] = garbage
         rewards = rlhf.token_rewards(dirty[0].requires_grad_(), dirty[1], torch.tensor(
@@ -1201,7 +1183,7 @@ def test_token_rewards_follow_the_formula_whatever_stands_in_the_padding(more):
     alone = rlhf.token_rewards(old[2], ref[2], 3.0, True, **more)
     assert gap(alone, expected[2]) < 1e-6, "one response, without a batch"
 
-@pytest.mark.parametrize("ratio, advantage, value, slope", [    # slope: with respect to logp
+@parametrize("ratio, advantage, value, slope", [    # slope: with respect to logp
     (1.1, 2.0, 2.2, 2.2), (1.5, 2.0, 2.4, 0.0), (0.5, 2.0, 1.0, 1.0),           # better
     (0.9, -2.0, -1.8, -1.8), (1.5, -2.0, -3.0, -3.0), (0.5, -2.0, -1.6, 0.0),   # worse
     (1.5, 0.0, 0.0, 0.0)])                                                      # than expected
@@ -1209,8 +1191,8 @@ def test_the_clip_stops_the_gradient_only_where_it_would_go_further(ratio, advan
     logp = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
     loss = rlhf.ppo_actor_loss(logp, torch.zeros(1, 1), torch.tensor([[advantage]]), rows_of(1))
     loss.backward()
-    assert loss.dim() == 0 and loss.item() == pytest.approx(-value, abs=1e-7)
-    assert logp.grad.item() == (pytest.approx(-slope, abs=1e-7) if slope else 0.0)
+    assert loss.dim() == 0 and loss.item() == approx(-value, abs=1e-7)
+    assert logp.grad.item() == (approx(-slope, abs=1e-7) if slope else 0.0)
 
 def loss_by_hand(which, parameter, *tensors):
     """Mean over each response's own tokens, then over the responses; Python numbers."""
@@ -1223,8 +1205,7 @@ def loss_by_hand(which, parameter, *tensors):
             for row in zip(*(t.tolist() for t in tensors))]
     return sum(sum(row) / len(row) for row in rows) / len(rows)
 
-@pytest.mark.parametrize("which, parameter", [("actor", 0.2), ("actor", 0.4), ("critic", 0.5),
-                                              ("critic", 2.0)])
+@parametrize("which, parameter", [("actor", 0.2), ("actor", 0.4), ("critic", 0.5), ("critic", 2.0)])
 def test_a_loss_and_its_gradient_equal_brute_force_and_finite_differences(which, parameter):
     old, target, mask = noise(4, 6) - 2, noise(4, 6, seed=1), rows_of(6, 1, 5, 5)
     first = old + torch.tensor([-0.6, -0.1, 0.0, 0.1, 0.5, 0.15], dtype=torch.float64)
@@ -1234,17 +1215,17 @@ def test_a_loss_and_its_gradient_equal_brute_force_and_finite_differences(which,
     leaf, *constants = (x.clone().requires_grad_() for x in (first, old, target))
     value = loss(leaf, *constants)
     value.backward()
-    assert value.dim() == 0 and value.item() == pytest.approx(
+    assert value.dim() == 0 and value.item() == approx(
         loss_by_hand(which, parameter, first, old, target, mask), abs=1e-12)
     assert all(c.grad is None for c in constants), "old_logp, advantages, returns are constants"
-    for place in itertools.product(range(4), range(6)):
+    for place in product(range(4), range(6)):
         values = []
         for step in (1e-6, -1e-6):
             moved = first.clone()
             moved[place] += step
             values.append(loss_by_hand(which, parameter, moved, old, target, mask))
-        assert leaf.grad[place].item() == pytest.approx((values[0] - values[1]) / 2e-6, abs=1e-8)
-    for garbage, k in itertools.product((1e30, math.nan, -math.inf), range(3)):
+        assert leaf.grad[place].item() == approx((values[0] - values[1]) / 2e-6, abs=1e-8)
+    for garbage, k in product((1e30, math.nan, -math.inf), range(3)):
         dirty = [x.clone() for x in (first, old, target)]
         dirty[k][~mask] = garbage
         again = loss(dirty[0].requires_grad_(), *dirty[1:])
@@ -1259,7 +1240,7 @@ def test_the_three_tokens_of_section_9_are_what_the_functions_compute():
     ratio, mask = (logp - old).exp(), rows_of(3)
     actor = rlhf.ppo_actor_loss(logp[None], old[None], advantages[None], mask)
     critic = rlhf.critic_loss(values[None], returns[None], mask)
-    page = (HERE / "rlhf.py").read_text(encoding="utf-8")
+    page = (HERE / "rlhf.py").read_text("utf-8")
     page = page[:page.index("def token_rewards")].rpartition("# 9 ")[2]
     rows = [[ratio, 4], [ratio * advantages, 4], [ratio.clamp(0.8, 1.2) * advantages, 4]]
     printed = [[f"{x:.{places}f}" for x in numbers] for numbers, places in rows]
@@ -1284,11 +1265,11 @@ def test_intervals_resample_whole_families_and_are_reproducible():
     rows = [{"family": f"F{f}", "x": rng.gauss(f % 3, 1)} for f in range(24)
             for _ in range(1 + f % 8)]
     found = rlhf.family_mean(rows, lambda row: row["x"])
-    assert found[0] == pytest.approx(np.mean([row["x"] for row in rows]))
-    assert found[1] == pytest.approx(bootstrap(rows, lambda row: row["x"], draws=4000), abs=0.03)
+    assert found[0] == approx(np.mean([row["x"] for row in rows]))
+    assert found[1] == approx(bootstrap(rows, lambda row: row["x"], draws=4000), abs=0.03)
     assert rlhf.family_mean(rows, lambda row: row["x"]) == found
 
-@pytest.mark.parametrize("score, truth, words", [
+@parametrize("score, truth, words", [
     ((0.1, 2), (-0.2, -0.1), "score rose|success fell|found a shortcut"),
     ((0.1, 2), (0.1, 0.2), "score rose|success rose|helped"),
     ((0.1, 2), (-0.1, 0.1), "score rose|success did not move clearly|no better answers"),
@@ -1312,10 +1293,16 @@ MINI = {"base_updates": 45, "base_batch": 8, "base_lr": 1.2e-2, "base_vocabulary
         "base_relevance": 0.9, "sft_updates": 6, "sft_batch": 60, "sft_lr": 1e-2,
         "sft_answers": 18, "reward_updates": 4, "reward_batch": 24, "reward_lr": 5e-3,
         "ppo_iterations": 4, "ppo_save_every": 2, "ppo_actor_lr": 5e-3, "max_response": 26,
-        "answer_batch": 180, "micro_batch": 60, "grad_clip": 0.1}
+        "answer_batch": 180, "micro_batch": 32, "grad_clip": 0.1}
 
-def call(*argv, **settings):
-    argv = [str(a) for a in argv] + [a for k, v in settings.items() for a in ("--set", f"{k}={v}")]
+def options(settings):
+    return [a for k, v in settings.items() for a in ("--set", f"{k}={v}")]
+
+def call(first, *more, **settings):
+    """A phase, its folder and more options; or a whole command line that begins with an option."""
+    if not str(first).startswith("-"):
+        first, more = "--phase", (first, "--out", *more)
+    argv = [str(a) for a in (first, *more)] + options(settings)
     out, err = io.StringIO(), io.StringIO()
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), \
@@ -1344,9 +1331,12 @@ def load(path):
         return torch.load(io.BytesIO(gzip.decompress(path.read_bytes())), weights_only=True)
     if path.suffix == ".safetensors":
         return load_file(path)
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text("utf-8")
     return [json.loads(x) for x in text.splitlines()] if path.suffix == ".jsonl" \
         else json.loads(text)
+
+def corpus_rows(name):
+    return load(HERE / "data" / f"{name}.jsonl")
 
 def sha(path):
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
@@ -1363,16 +1353,16 @@ SECRETS = [f"data/{v}{p}" for v in ("", "v2/") for p in (
 @pytest.fixture(scope="session")
 def course(tmp_path_factory):
     """One finished run. Names of its parents, foreign files and a link to nowhere mean nothing."""
-    folder = tmp_path_factory.mktemp("labels") / "data" / "test" / "evaluation" / "probes" / "run"
+    folder = tmp_path_factory.mktemp("labels") / "data/test/evaluation/probes/run"
     for name in FOREIGN:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(b"\0not of this program")
     with contextlib.suppress(OSError):
-        os.symlink("nowhere", folder / "evaluation" / ".#results.json")
+        os.symlink("nowhere", folder / "evaluation/.#results.json")
     replaced, replace, asked, peeked, generate = [], os.replace, [], {}, rlhf.generate
 
     def peeking(role, prompts, *args, **kwargs):
-        if folder / "resume" / "done.json" in replaced:     # the evaluation answers
+        if folder / "resume/done.json" in replaced:     # the evaluation answers
             asked.append(len(prompts))
             for name in SECRETS:
                 try:
@@ -1384,15 +1374,18 @@ def course(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "replace", lambda a, b: (replaced.append(Path(b)), replace(a, b))[1])
         patch.setattr(rlhf, "generate", peeking)
-        out = done("--phase", "all", "--model", "tiny", "--out", folder, **MINI)
-    return types.SimpleNamespace(folder=folder, out=out, replaced=replaced, asked=asked,
-                                 run=rlhf.open_run(folder), peeked=peeked)
+        out = done("all", folder, "--model", "tiny", **MINI)
+    return SimpleNamespace(
+        folder=folder, run=rlhf.open_run(folder), load=lambda name: load(folder / name), out=out,
+        replaced=replaced, asked=asked, peeked=peeked)
+
+def place(phase):
+    return "evaluation" if phase == "evaluate" else phase
 
 def part_of(course, folder, *phases):
     folder.mkdir()
     for phase in phases:
-        name = {"evaluate": "evaluation"}.get(phase, phase)
-        shutil.copytree(course.folder / name, folder / name, symlinks=True)
+        shutil.copytree(course.folder / place(phase), folder / place(phase), symlinks=True)
     shutil.copy(course.folder / "run.json", folder)
     edit_json(folder / "run.json", lambda record: record.update(
         phases={p: e for p, e in record["phases"].items() if p in phases}))
@@ -1405,17 +1398,24 @@ def copy(course, tmp_path):
 BEFORE = {"base": (), "sft": ("base",), "reward": ("base",), "ppo": ("base", "sft", "reward"),
           "resume": ("base", "sft", "reward", "ppo"), "evaluate": ("base", "sft", "reward", "ppo"),
           "probes": ("base", "reward")}
+READS = {"base": (), "sft": ("train", "validation"), "reward": ("train", "validation"),
+         "ppo": ("train",), "resume": (), "evaluate": ("test", "probes"), "probes": ("probes",)}
+HELLO = collections.defaultdict(tuple, ask=("--prompt", "Hello"))   # what else a phase is given
 
 def vouch(folder, phase):
-    part = folder / {"evaluate": "evaluation"}.get(phase, phase)
-    edit_json(part / "done.json", lambda d: d["files"].update(
-        {name: sha(part / name) for name in d["files"]}))
+    where = folder / place(phase)
+    edit_json(where / "done.json", lambda d: d["files"].update(
+        {name: sha(where / name) for name in d["files"]}))
 
-def forge(path, change):
-    state, stream = load(path), io.BytesIO()
-    change(state)
+def write_state(path, state):
+    stream = io.BytesIO()
     torch.save(state, stream)
     path.write_bytes(gzip.compress(stream.getvalue(), 1))
+
+def forge(path, change):
+    state = load(path)
+    change(state)
+    write_state(path, state)
 
 # -- oracles: one unpadded row, no cache, no batch -------------------------------------------------
 
@@ -1442,8 +1442,8 @@ def with_state(role, learned):
 
 @pytest.fixture(scope="session")
 def who(course):
-    run, kept = course.run, load(course.folder / "ppo" / "state-kept.pt.gz")["learned"]
-    return types.SimpleNamespace(
+    run, kept = course.run, course.load("ppo/state-kept.pt.gz")["learned"]
+    return SimpleNamespace(
         base=run.role("actor"), sft=run.role("actor", "sft"), ppo=run.role("actor", "ppo/actor"),
         judge=run.role("reward", "reward", head="normal", load_head=True),
         kept_actor=with_state(run.role("actor", "sft", trainable=True), kept["actor"]),
@@ -1458,7 +1458,7 @@ def prompts(course):
             for row in load(HERE / "data" / f"{name}.jsonl")}
 
 def rollouts(folder):
-    return [load(folder / "ppo" / "rollouts" / f"{n:04d}.json") for n in (1, 2, 3, 4)]
+    return [load(folder / "ppo/rollouts" / f"{n:04d}.json") for n in (1, 2, 3, 4)]
 
 def schedule(step, total, peak):
     w = max(1, int(0.1 * total))
@@ -1467,7 +1467,7 @@ def schedule(step, total, peak):
 
 def order_of(count, size, updates):
     """Rows of each update: one permutation an epoch, a short group filled up from the next one."""
-    generator, stream = torch.Generator().manual_seed(149), []
+    generator, stream = seeded(149), []
     while len(stream) < size * updates:
         stream += torch.randperm(count, generator=generator).tolist()
     return [stream[size * k:size * k + size] for k in range(updates)]
@@ -1489,55 +1489,49 @@ FILES = {
             "history.json", "state.pt.gz", "state-kept.pt.gz",
             *(f"rollouts/000{n}.json" for n in (1, 2, 3, 4))},
     "resume": {"sft.json", "reward.json", "ppo.json"},
-    "evaluation": {"base.jsonl", "sft.jsonl", "ppo.jsonl", "reward_test.json", "results.json"},
+    "evaluate": {"base.jsonl", "sft.jsonl", "ppo.jsonl", "reward_test.json", "results.json"},
     "probes": {"results.json"}}
 
-@pytest.mark.parametrize("part", FILES)
-def test_done_json_is_written_last_and_vouches_for_the_phases_own_files_only(course, part):
-    folder = course.folder / part
+@parametrize("phase", FILES)
+def test_done_json_is_written_last_and_vouches_for_the_phases_own_files_only(course, phase):
+    folder = course.folder / place(phase)
     found = load(folder / "done.json")
-    assert found["files"] == {name: sha(folder / name) for name in FILES[part]}
-    assert not list(folder.rglob("*.tmp")), "a temporary file was left behind"
+    assert found["files"] == {name: sha(folder / name) for name in FILES[phase]}
+    assert not list(folder.rglob("*.tmp"))
     written = [p for p in course.replaced if folder in p.parents]
     assert written[-1] == folder / "done.json" and written.count(written[-1]) == 1
-    assert {p.relative_to(folder).as_posix() for p in written} >= FILES[part], "all atomic"
-    phase = {"evaluation": "evaluate"}.get(part, part)
+    assert {p.relative_to(folder).as_posix() for p in written} >= FILES[phase], "all atomic"
     fields, identity = dataclasses.asdict(course.run.config), found["identity"]
     assert {k: v for k, v in identity.items() if k in fields} == rlhf.fields_read_by(
         course.run.config, phase)
-    needed = {"sft": ["base/model.safetensors", "base/tokenizer.json"],
-              "reward": ["base/model.safetensors"], "probes": ["reward/head.safetensors"],
-              "ppo": ["sft/adapter_model.safetensors", "reward/head.safetensors",
-                      "reward/adapter_model.safetensors"],
-              "evaluate": ["ppo/actor/adapter_model.safetensors"]}.get(phase, [])
-    needed = [course.folder / name for name in needed] + [HERE / "data" / name for name in {
-        "sft": ["train/demonstrations.jsonl"], "reward": ["train/preferences.jsonl"],
-        "ppo": ["train/prompts.jsonl"], "evaluate": ["test/labels.jsonl"],
-        "probes": ["probes/labels.jsonl"]}.get(phase, [])]
-    assert {sha(path) for path in needed} <= {v for v in identity.values() if isinstance(v, str)}
+    inputs = [HERE / "data" / name for name in ROW_COUNTS if name.split("/")[0] in READS[phase]]
+    for earlier in BEFORE[phase]:
+        inputs += [course.folder / earlier / name for name in FILES[earlier]
+                   if name.endswith((".safetensors", "config.json", "tokenizer.json"))]
+    assert {v for k, v in identity.items() if k not in fields} == {*map(sha, inputs)}
 
 def test_the_base_is_a_little_hugging_face_folder_of_the_tasks_language(course):
     folder, run = course.folder / "base", course.run
     config = load(folder / "config.json")
     assert (config["eos_token_id"], config["pad_token_id"]) == (run.tokens.eos, run.tokens.pad)
-    assert config["rlhf_tiny"] is True and rlhf.parse_setting("sft_lr=0") == ("sft_lr", 0.0)
-    assert {k: repr(v) for k, v in MINI.items()}.items() <= {
-        k: repr(v) for k, v in load(course.folder / "run.json")["config"].items()}.items()
+    assert config["rlhf_tiny"] is True
+    stored = course.load("run.json")["config"]
+    assert {key: stored[key] for key in MINI} == MINI
     assert config["vocab_size"] == run.tokens.tokenizer.get_vocab_size() < 1100
-    assert sum(p.stat().st_size for p in folder.iterdir()) < 8 << 20
     weights = load(folder / "model.safetensors")
     assert {t.dtype for t in weights.values()} == {torch.bfloat16}
     for path in course.folder.rglob("*.safetensors"):
         header = path.read_bytes()
         header = json.loads(header[8:8 + int.from_bytes(header[:8], "little")])
         assert header["__metadata__"] == {"format": "pt"}, path
-    corpus = {row["prompt"] for rows in rlhf.generate_corpus().values() for row in rows}
-    chats, places = rlhf.base_chats(Config()), {*rlhf.PLACES, *rlhf.PROBE_PLACES}
-    assert not any(p in corpus or any(x in p for x in places) for p, _ in chats)
+    corpus = {row["prompt"] for rows in CORPUS["v1"].values() for row in rows}
+    for prompt, _ in rlhf.base_chats(Config()):
+        assert prompt not in corpus
+        assert not any(place in prompt for place in rlhf.PLACES + rlhf.PROBE_PLACES)
     updates = load(folder / "history.json")["updates"]
-    assert [u["lr"] for u in updates] == pytest.approx([schedule(s, 45, 1.2e-2) for s in range(45)])
+    assert [u["lr"] for u in updates] == approx([schedule(s, 45, 1.2e-2) for s in range(45)])
 
-def test_every_phase_writes_who_changed_and_who_did_not(course):
+def test_every_phase_writes_who_changed_and_who_did_not(course, who):
     learners = {"sft": {"actor"}, "reward": {"reward"}, "ppo": {"actor", "critic"}}
     frozen, after = set(), {}
     for phase, learning in learners.items():
@@ -1549,56 +1543,48 @@ def test_every_phase_writes_who_changed_and_who_did_not(course):
     assert before.keys() == {"actor", "reference", "reward", "critic"} and len(frozen) == 1
     assert before["actor"] == before["reference"] == after["sft"]["actor"]
     assert before["reward"] == after["reward"]["reward"], "PPO's judge is the one that was trained"
-    states = load(course.folder / "ppo" / "state.pt.gz")["learned"]
-    for name, part, head in (("reference", "sft", None), ("reward", "reward", "reward"),
-                             ("actor", "ppo/actor", None), ("critic", "ppo/critic", "ppo/critic")):
-        stored = load(course.folder / part / "adapter_model.safetensors")
-        stored = {k.removeprefix("base_model."): t for k, t in stored.items() if "lora" in k}
-        if head:
-            stored |= {f"head.{k}": t for k, t in load(
-                course.folder / head / "head.safetensors").items()}
-        assert stored.keys() == states[name].keys()
-        assert all(torch.equal(t, stored[k]) for k, t in states[name].items()), name
+    states = course.load("ppo/state.pt.gz")["learned"]
+    critic = course.run.role("critic", "ppo/critic", "zero", load_head=True)
+    for name, role in {"actor": who.ppo, "critic": critic, "reference": who.sft,
+                       "reward": who.judge}.items():    # the files, read anew
+        assert rlhf.learned_identity(role) == after["ppo"][name]["learned"]
+        assert rlhf.tensors_identity(states[name]) == after["ppo"][name]["learned"]
 
 # -- SFT and reward model, recomputed --------------------------------------------------------------
 
-def sft_rows(course, prompts):
+def example(course, prompts, row, column):
     tokens = course.run.tokens
-    return [(prompts[row["id"]], tokens.encode(row["completion"]) + [tokens.eos])
-            for row in load(HERE / "data" / "train" / "demonstrations.jsonl")]
+    return prompts[row["id"]], tokens.encode(row[column]) + [tokens.eos]
 
-def test_sfts_history_follows_from_files(course, who, prompts):
-    history, rows = load(course.folder / "sft" / "history.json"), sft_rows(course, prompts)
-    updates, groups = history["updates"], order_of(168, 60, 6)
-    assert [u["update"] for u in updates] == [1, 2, 3, 4, 5, 6]
-    assert [u["epoch"] for u in updates] == [1, 1, 1, 2, 2, 2]
-    assert [u["rows"] for u in updates] == [60] * 6
-    assert [u["lr"] for u in updates] == pytest.approx([schedule(s, 6, 1e-2) for s in range(6)],
-                                                       rel=1e-12)
+def test_sfts_history_follows_from_files(course, prompts):
+    updates, groups = course.load("sft/history.json")["updates"], order_of(168, 60, 6)
+    rows = [example(course, prompts, row, "completion")
+            for row in corpus_rows("train/demonstrations")]
+    assert [(u["update"], u["epoch"], u["rows"]) for u in updates] == \
+        [(n, 1 + (n > 3), 60) for n in range(1, 7)]
+    assert [u["lr"] for u in updates] == approx([schedule(s, 6, 1e-2) for s in range(6)], rel=1e-12)
     assert [u["denominator"] for u in updates] == [sum(len(rows[i][1]) for i in g) for g in groups]
     assert all(u["denominator_kind"] and u["seconds"] >= 0 for u in updates)
-    kept = load(course.folder / "sft" / "state-kept.pt.gz")["learned"]["actor"]
+    kept = course.load("sft/state-kept.pt.gz")["learned"]["actor"]
     for update, role in ((0, course.run.role("actor", trainable=True)),
                          (3, with_state(course.run.role("actor", trainable=True), kept))):
         loss = -sum(plain_logps(role, *rows[i]).sum() for i in groups[update]) / \
             updates[update]["denominator"]
-        assert updates[update]["loss"] == pytest.approx(loss.item(), rel=1e-4)
-        assert updates[update]["gradient_norm"] == pytest.approx(
-            gradient_norm(loss, role), rel=1e-2)
+        assert updates[update]["loss"] == approx(loss.item(), rel=1e-4)
+        assert updates[update]["gradient_norm"] == approx(gradient_norm(loss, role), rel=1e-2)
 
 @torch.no_grad()
 def test_sfts_validation_follows_from_files(course, who, prompts):
-    history, tokens = load(course.folder / "sft" / "history.json"), course.run.tokens
-    pairs = load(HERE / "data" / "validation" / "preferences.jsonl")
-    chosen = [tokens.encode(row["chosen"]) + [tokens.eos] for row in pairs]
+    history, tokens = course.load("sft/history.json"), course.run.tokens
+    pairs = corpus_rows("validation/preferences")
+    chosen = [example(course, prompts, row, "chosen") for row in pairs]
     entries = [history["before"], *history["validation"]]
     assert [e["update"] for e in entries] == [0, 3, 6]
     for entry, role in ((entries[0], who.base), (entries[2], who.sft)):
-        sums = [plain_logps(role, prompts[row["id"]], ids).sum().item()
-                for row, ids in zip(pairs, chosen)]
-        assert entry["chosen_logprobs"] == pytest.approx(sums, abs=2e-3)
-        assert entry["mean_chosen_token_logprob"] == pytest.approx(
-            sum(sums) / sum(map(len, chosen)), abs=1e-4)
+        sums = [plain_logps(role, *row).sum().item() for row in chosen]
+        assert entry["chosen_logprobs"] == approx(sums, abs=2e-3)
+        assert entry["mean_chosen_token_logprob"] == approx(
+            sum(sums) / sum(len(ids) for _, ids in chosen), abs=1e-4)
         reasons = collections.Counter()
         for row in pairs[::10] if role is who.sft else ():
             ids = plain_greedy(role, prompts[row["id"]], tokens.eos, 26)
@@ -1610,50 +1596,44 @@ def test_sfts_validation_follows_from_files(course, who, prompts):
         assert entry["greedy_rubric_success"] == entry["greedy_reasons"].get("success", 0) / 18
     assert gap(entries[0]["chosen_logprobs"], entries[2]["chosen_logprobs"]) > 0.1
 
-def reward_pair(course, prompts, row):
-    tokens = course.run.tokens
-    return [(prompts[row["id"]], tokens.encode(row[key]) + [tokens.eos])
-            for key in ("chosen", "rejected")]
+def pair_of_scores(course, prompts, role, row):
+    return torch.stack([plain_values(role, *example(course, prompts, row, column))[-1]
+                        for column in ("chosen", "rejected")])
 
 def test_the_reward_models_history_follows_from_files(course, who, prompts):
-    history = load(course.folder / "reward" / "history.json")
+    history = course.load("reward/history.json")
     updates, groups = history["updates"], order_of(840, 24, 4)
-    pairs = load(HERE / "data" / "train" / "preferences.jsonl")
+    pairs = corpus_rows("train/preferences")
     assert [(u["update"], u["epoch"], u["rows"], u["denominator"]) for u in updates] == \
         [(n, 1, 24, 24) for n in (1, 2, 3, 4)]
-    assert [u["lr"] for u in updates] == pytest.approx([schedule(s, 4, 5e-3) for s in range(4)],
-                                                       rel=1e-12)
-    kept = load(course.folder / "reward" / "state-kept.pt.gz")["learned"]["reward"]
+    assert [u["lr"] for u in updates] == approx([schedule(s, 4, 5e-3) for s in range(4)], rel=1e-12)
+    kept = course.load("reward/state-kept.pt.gz")["learned"]["reward"]
     fresh = rlhf.build_role("reward", load_qwen2(
-        course.folder / "base" / "model.safetensors", Qwen2Config.from_json(
-            course.folder / "base" / "config.json"), dtype=torch.float32), 50, head="normal")
+        course.folder / "base/model.safetensors", Qwen2Config.from_json(
+            course.folder / "base/config.json"), dtype=torch.float32), 50, head="normal")
     for update, role in ((0, fresh), (2, with_state(course.run.role(
             "reward", head="normal", trainable=True), kept))):
-        scores = torch.stack([torch.stack([plain_values(role, *side)[-1] for side in reward_pair(
-            course, prompts, pairs[i])]) for i in groups[update]])
+        scores = torch.stack([pair_of_scores(course, prompts, role, pairs[i])
+                              for i in groups[update]])
         loss = -torch.nn.functional.logsigmoid(scores[:, 0] - scores[:, 1]).mean()
-        assert updates[update]["loss"] == pytest.approx(loss.item(), abs=1e-5)
+        assert updates[update]["loss"] == approx(loss.item(), abs=1e-5)
         assert updates[update]["correct"] == (scores[:, 0] > scores[:, 1]).sum()
-        assert updates[update]["gradient_norm"] == pytest.approx(
-            gradient_norm(loss, role), rel=1e-2)
-    [entry] = history["validation"]
-    chosen, rejected, pairs = (entry["chosen_scores"], entry["rejected_scores"],
-                               load(HERE / "data" / "validation" / "preferences.jsonl"))
+        assert updates[update]["gradient_norm"] == approx(gradient_norm(loss, role), rel=1e-2)
+    [entry], pairs = history["validation"], corpus_rows("validation/preferences")
+    chosen, rejected = entry["chosen_scores"], entry["rejected_scores"]
     with torch.no_grad():
-        for k in range(0, 180, 7):
-            assert [chosen[k], rejected[k]] == pytest.approx([plain_values(
-                who.judge, *side)[-1].item() for side in reward_pair(
-                course, prompts, pairs[k])], abs=1e-4)
+        for row, *scores in [*zip(pairs, chosen, rejected)][::7]:
+            assert gap(scores, pair_of_scores(course, prompts, who.judge, row)) < 1e-4
     assert entry["update"] == 4 and len(chosen) == len(rejected) == 180
     assert entry["correct"] == [c > r for c, r in zip(chosen, rejected)], "a tie is not correct"
-    assert entry["accuracy"] == pytest.approx(sum(entry["correct"]) / 180, abs=1e-6)
-    assert entry["loss"] == pytest.approx(sum(math.log1p(math.exp(r - c)) for c, r in zip(
+    assert entry["accuracy"] == approx(sum(entry["correct"]) / 180, abs=1e-6)
+    assert entry["loss"] == approx(sum(math.log1p(math.exp(r - c)) for c, r in zip(
         chosen, rejected)) / 180, abs=1e-5)
 
 # -- PPO, recomputed -------------------------------------------------------------------------------
 
 def test_rollouts_consume_each_prompt_once_in_the_permutations_order(course):
-    files, known = rollouts(course.folder), load(HERE / "data" / "train" / "prompts.jsonl")
+    files, known = rollouts(course.folder), corpus_rows("train/prompts")
     eos, keys = course.run.tokens.eos, {
         "rollout_id", "prompt_id", "response_ids", "text", "finish_reason", "old_logp", "ref_logp",
         "values", "score", "rewards", "advantages", "returns"}
@@ -1669,7 +1649,7 @@ def test_rollouts_consume_each_prompt_once_in_the_permutations_order(course):
             assert r["finish_reason"] == ("eos" if ended else "length")
             assert eos not in ids[:-1] and (ended or len(ids) == 26)
             assert r["text"] == course.run.tokens.decode(ids)
-    state = load(course.folder / "ppo" / "state.pt.gz")
+    state = course.load("ppo/state.pt.gz")
     assert state["consumed"] == [r["rollout_id"] for file in files for r in file["responses"]]
     assert {r["finish_reason"] for file in files for r in file["responses"]} == {"eos", "length"}
     assert len({file["policy"] for file in files}) == 4, "each iteration acts with a new policy"
@@ -1679,28 +1659,26 @@ def test_what_a_rollout_keeps_comes_from_its_own_actor_reference_judge_and_criti
         course, who, prompts):
     assert gap(who.base.model.logits(who.base.model(torch.tensor([[5, 6, 7]]))),
                who.sft.model.logits(who.sft.model(torch.tensor([[5, 6, 7]])))) > 1e-2
-    generator = torch.Generator().manual_seed(249)
+    generator = seeded(249)
     for n, file in enumerate(rollouts(course.folder)):
         uniforms = torch.rand(4, 26, generator=generator)
         actor = {0: who.sft, 2: who.kept_actor}.get(n)
         assert actor is None or file["policy"] == rlhf.learned_identity(actor)
         for slot, r in enumerate(file["responses"]):
             prompt, ids = prompts[r["prompt_id"]], r["response_ids"]
-            assert r["ref_logp"] == pytest.approx(plain_logps(who.sft, prompt, ids).tolist(),
-                                                  abs=1e-4)
-            assert r["score"] == pytest.approx(plain_values(who.judge, prompt, ids)[-1].item(),
-                                               abs=1e-4)
+            assert r["ref_logp"] == approx(plain_logps(who.sft, prompt, ids).tolist(), abs=1e-4)
+            assert r["score"] == approx(plain_values(who.judge, prompt, ids)[-1].item(), abs=1e-4)
             if n == 0:
                 assert r["values"] == [0.0] * len(ids), "a zero head expects nothing at first"
-                assert r["old_logp"] == pytest.approx(r["ref_logp"], abs=1e-4)
+                assert r["old_logp"] == approx(r["ref_logp"], abs=1e-4)
             if n == 2:
-                assert r["values"] == pytest.approx(
+                assert r["values"] == approx(
                     plain_values(who.kept_critic, prompt, ids)[:-1].tolist(), abs=1e-4)
                 assert max(map(abs, r["values"])) > 1e-3
             if actor:
                 chance = plain_logits(actor, prompt, ids).softmax(-1)
                 own = chance[range(len(ids)), ids]
-                assert r["old_logp"] == pytest.approx(own.log().tolist(), abs=1e-4)
+                assert r["old_logp"] == approx(own.log().tolist(), abs=1e-4)
                 low = torch.stack([row[:i].sum() for row, i in zip(chance, ids)])
                 u = uniforms[slot, :len(ids)].double()
                 assert (low - 1e-5 <= u).all() and (u <= low + own + 1e-5).all(), "inverse CDF"
@@ -1709,11 +1687,10 @@ def test_rewards_advantages_and_returns_follow_from_the_recorded_numbers(course)
     for r in (r for file in rollouts(course.folder) for r in file["responses"]):
         rewards = [-0.02 * (o - f) for o, f in zip(r["old_logp"], r["ref_logp"])]
         rewards[-1] += r["score"] - (r["finish_reason"] == "length")
-        assert r["rewards"] == pytest.approx(rewards, abs=1e-5)
+        assert r["rewards"] == approx(rewards, abs=1e-5)
         advantages = brute_gae(rewards, r["values"], 1.0, 0.95)
-        assert r["advantages"] == pytest.approx(advantages, abs=1e-4)
-        assert r["returns"] == pytest.approx([a + v for a, v in zip(advantages, r["values"])],
-                                             abs=1e-4)
+        assert r["advantages"] == approx(advantages, abs=1e-4)
+        assert r["returns"] == approx([a + v for a, v in zip(advantages, r["values"])], abs=1e-4)
 
 def surrogate(logp, r):
     old, a = (torch.tensor(r[k], dtype=torch.float64) for k in ("old_logp", "advantages"))
@@ -1721,7 +1698,7 @@ def surrogate(logp, r):
     return -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a).mean()
 
 def test_ratios_losses_and_diagnostics_follow_from_the_recorded_logps_and_values(course):
-    history, clipped = load(course.folder / "ppo" / "history.json")["iterations"], 0
+    history, clipped = course.load("ppo/history.json")["iterations"], 0
     assert [e["iteration"] for e in history] == [1, 2, 3, 4]
     for n, (entry, file) in enumerate(zip(history, rollouts(course.folder))):
         responses = file["responses"]
@@ -1730,36 +1707,35 @@ def test_ratios_losses_and_diagnostics_follow_from_the_recorded_logps_and_values
         assert len(entry["actor_updates"]) == len(entry["critic_updates"]) == 2
         for epoch, (actor, critic) in enumerate(zip(entry["actor_updates"],
                                                     entry["critic_updates"])):
-            assert actor["lr"] == pytest.approx(schedule(2 * n + epoch, 8, 5e-3), rel=1e-12)
-            assert critic["lr"] == pytest.approx(schedule(2 * n + epoch, 8, 2e-3), rel=1e-12)
+            assert actor["lr"] == approx(schedule(2 * n + epoch, 8, 5e-3), rel=1e-12)
+            assert critic["lr"] == approx(schedule(2 * n + epoch, 8, 2e-3), rel=1e-12)
             logps = [torch.tensor(a["logp"], dtype=torch.float64) for a in actor["responses"]]
             log_ratios = [l - torch.tensor(r["old_logp"]) for l, r in zip(logps, responses)]
             for a, log_ratio in zip(actor["responses"], log_ratios):
-                assert a["ratio"] == pytest.approx(log_ratio.exp().tolist(), rel=1e-4), \
-                    "old_logp drew the tokens and is never replaced, not even for the second epoch"
+                assert a["ratio"] == approx(log_ratio.exp().tolist(), rel=1e-4), "old_logp stays"
             flat = torch.cat(log_ratios)
-            assert actor["loss"] == pytest.approx(
+            assert actor["loss"] == approx(
                 sum(map(surrogate, logps, responses)).item() / 4, rel=1e-4, abs=1e-5)
-            assert critic["loss"] == pytest.approx(sum(fmean(
+            assert critic["loss"] == approx(sum(fmean(
                 0.5 * (v - t) ** 2 for v, t in zip(c["values"], r["returns"]))
                 for c, r in zip(critic["responses"], responses)) / 4, rel=1e-4, abs=1e-5)
             outside = ((flat.exp() - 1).abs() > 0.2).double()
-            assert actor["clip_fraction"] == pytest.approx(outside.mean().item(), abs=1e-6)
-            assert actor["approx_kl"] == pytest.approx(
+            assert actor["clip_fraction"] == approx(outside.mean().item(), abs=1e-6)
+            assert actor["approx_kl"] == approx(
                 (flat.exp() - 1 - flat).mean().item(), rel=1e-2, abs=1e-5)
             clipped += outside.sum().item()
             assert (flat.abs().max() < 1e-4) == (epoch == 0), "ratio 1 first, and then not"
         drift = [gap(a["logp"], r["old_logp"]) for a, r in zip(
             entry["actor_updates"][0]["responses"], responses)]
-        assert entry["logp_drift"] == pytest.approx(drift, abs=1e-9)
+        assert entry["logp_drift"] == approx(drift, abs=1e-9)
         assert [c["values"] for c in entry["critic_updates"][0]["responses"]] == [
-            pytest.approx(r["values"], abs=1e-5) for r in responses], "values are those that acted"
-    assert clipped, "with this rate some token should leave the clip, or this test shows less"
+            approx(r["values"], abs=1e-5) for r in responses], "values are those that acted"
+    assert clipped, "some token should leave the clip"
     assert len(history[0]["first_token_logit_drift"]) == 2
     assert 0 <= max(history[0]["first_token_logit_drift"]) < 1e-4
 
 def test_each_iteration_is_summed_up_from_its_rollouts(course):
-    history = load(course.folder / "ppo" / "history.json")["iterations"]
+    history = course.load("ppo/history.json")["iterations"]
     for n, (entry, file) in enumerate(zip(history, rollouts(course.folder)), 1):
         rs = file["responses"]
         success = [rlhf.evaluate_response(r["text"], r["finish_reason"], int(
@@ -1769,7 +1745,7 @@ def test_each_iteration_is_summed_up_from_its_rollouts(course):
                     "eos_rate": fmean(r["finish_reason"] == "eos" for r in rs),
                     "mean_log_ratio_to_reference": fmean(fmean(
                         o - f for o, f in zip(r["old_logp"], r["ref_logp"])) for r in rs)}
-        assert {k: entry[k] for k in expected} == pytest.approx(expected, abs=1e-9)
+        assert {k: entry[k] for k in expected} == approx(expected, abs=1e-9)
         assert entry["rollouts_sha256"] == sha(course.folder / f"ppo/rollouts/{n:04d}.json")
         assert entry["seconds"].keys() == {"generation", "reference scoring", "judge", "critic", *(
             f"{who} optimisation" for who in ("actor", "critic")), "whole loop"}
@@ -1777,8 +1753,8 @@ def test_each_iteration_is_summed_up_from_its_rollouts(course):
     assert max(abs(e["mean_log_ratio_to_reference"]) for e in history[1:]) > 1e-3
 
 def test_an_iteration_replayed_by_other_code_ends_where_the_next_one_begins(course, who, prompts):
-    kept = load(course.folder / "ppo" / "state-kept.pt.gz")
-    entry = load(course.folder / "ppo" / "history.json")["iterations"][2]
+    kept = course.load("ppo/state-kept.pt.gz")
+    entry = course.load("ppo/history.json")["iterations"][2]
     third, fourth = rollouts(course.folder)[2:]
     roles = {name: with_state(course.run.role(name, "sft", head, trainable=True),
                               kept["learned"][name])
@@ -1798,9 +1774,9 @@ def test_an_iteration_replayed_by_other_code_ends_where_the_next_one_begins(cour
                                   r["returns"])).pow(2).mean())
             loss = sum(losses) / 4
             loss.backward()
-            assert update["loss"] == pytest.approx(loss.item(), rel=1e-3, abs=1e-5)
+            assert update["loss"] == approx(loss.item(), rel=1e-3, abs=1e-5)
             norm = torch.nn.utils.clip_grad_norm_(role.learned().values(), 0.1)
-            assert update["gradient_norm"] == pytest.approx(norm.item(), rel=1e-2)
+            assert update["gradient_norm"] == approx(norm.item(), rel=1e-2)
             optimizer.param_groups[0]["lr"] = update["lr"]
             optimizer.step()
             optimizer.zero_grad()
@@ -1812,35 +1788,31 @@ def test_an_iteration_replayed_by_other_code_ends_where_the_next_one_begins(cour
             assert gap(r["old_logp"], plain_logps(who.kept_actor, prompt, ids)) > 5e-3
 
 def test_a_rollout_that_was_trained_on_is_refused(course):
-    kept = load(course.folder / "ppo" / "state-kept.pt.gz")
+    kept = course.load("ppo/state-kept.pt.gz")
     kept["consumed"].append("iteration-003-slot-2")
-    with pytest.raises(CourseError, match="iteration-003-slot-2"):
+    with raises(CourseError, match="iteration-003-slot-2"):
         rlhf.learn_ppo(course.run, start=kept)
 
-@pytest.mark.parametrize("phase, named", [("probes", "PROBE"), ("evaluate", "OH"), ("ask", "nan")])
-def test_a_score_that_is_not_finite_names_its_row(course, monkeypatch, phase, named):
-    monkeypatch.setattr(rlhf, "reward_scores", lambda role, ids, *_: torch.full(
-        (len(ids),), math.nan))
-    monkeypatch.setattr(rlhf.Run, "is_done", lambda run, name, real=rlhf.Run.is_done:
-                        name != phase and real(run, name))
-    with pytest.raises(CourseError, match=f"score of .*{named}|{named}"):
-        rlhf.phase_ask(course.run, "Hi") if phase == "ask" else rlhf.PHASE_FUNCTIONS[phase](
-            course.run)
+@parametrize("phase, broken, named", [
+    ("probes", "reward", "PROBE"), ("evaluate", "reward", "OH"), ("ask", "reward", "nan"),
+    ("ppo", "reward", "iteration-001-slot-"), ("ppo", "actor", "ppo.*iteration-001-slot-0")])
+def test_a_number_that_is_not_finite_ends_a_phase_by_name(
+        course, monkeypatch, phase, broken, named):
+    role = rlhf.Run.role
 
-@pytest.mark.parametrize("who_breaks, named", [
-    ("actor", ("ppo", "iteration-001-slot-0")), ("reward", ("reward", "iteration-001-slot-"))])
-def test_a_number_that_is_not_finite_ends_ppo_by_name(copy, monkeypatch, who_breaks, named):
-    folder, role = copy("base", "sft", "reward"), rlhf.Run.role
-
-    def broken(run, name, *args, **kwargs):
+    def broken_role(run, name, *args, **kwargs):
         made = role(run, name, *args, **kwargs)
-        if name == who_breaks:
+        if name == broken:
             made.model.model.norm.weight.data[0] = math.nan
         return made
-    monkeypatch.setattr(rlhf.Run, "role", broken)
-    message = refusal("--phase", "ppo", "--out", folder)
-    assert all(text in message for text in named)
-    assert not list((folder / "ppo").rglob("0001.json")) and not (folder / "ppo/done.json").exists()
+    monkeypatch.setattr(rlhf.Run, "role", broken_role)
+    monkeypatch.setattr(rlhf.Run, "go_on", lambda run, loop: None)
+    monkeypatch.setattr(rlhf.Run, "path", lambda run, part: course.folder / "nothing" if (
+        part == phase) else course.folder / part)
+    work = rlhf.phase_ask if phase == "ask" else rlhf.PHASE_FUNCTIONS[phase]
+    with raises(CourseError, match=named):
+        work(course.run, *HELLO[phase][1:])
+    assert not (course.folder / "nothing").exists()
 
 # -- resume: stop, kill, damage, go on -------------------------------------------------------------
 
@@ -1864,7 +1836,7 @@ def assert_equal_runs(one, two, phase):
 
 @pytest.fixture()
 def signalled(monkeypatch):
-    step, state = rlhf.Loop.step, types.SimpleNamespace(at=None, defaults=None)
+    step, state = rlhf.Loop.step, SimpleNamespace(at=None, defaults=None)
 
     def stepped(loop, name):
         if (loop.phase, loop.steps[name]) == state.at and name != "critic":
@@ -1886,7 +1858,7 @@ STOPS = {"sft": [(0, signal.SIGTERM), (1, signal.SIGINT), (2, HANGUP), (3, signa
          "reward": [(0, signal.SIGINT), (1, signal.SIGTERM), (2, signal.SIGTERM)],
          "ppo": [(0, signal.SIGTERM), (3, signal.SIGINT), (4, signal.SIGTERM)]}
 
-@pytest.mark.parametrize("phase", STOPS)
+@parametrize("phase", STOPS)
 def test_a_phase_stopped_at_every_update_in_turn_ends_like_an_uninterrupted_one(
         course, copy, signalled, phase):
     """PPO is signalled inside iterations (step 0: first of two epochs, 3: second)."""
@@ -1894,16 +1866,16 @@ def test_a_phase_stopped_at_every_update_in_turn_ends_like_an_uninterrupted_one(
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     for at, number in STOPS[phase]:
         stop = signalled(phase, at, number)
-        status, out, err = call("--phase", phase, "--out", folder)
+        status, out, err = call(phase, folder)
         assert status == 128 + number, out + err
         assert stop.defaults == [signal.SIG_DFL] * 2, "a second signal stops at once"
         ended.append(at // 2 + 1 if phase == "ppo" else at + 1)
         state = load(folder / phase / "state.pt.gz")
-        assert state["done"] == ended[-1], "the state holds the update in hand, nothing beyond it"
+        assert state["done"] == ended[-1], "nothing beyond the update in hand"
         assert len(state["consumed"]) == (4 * ended[-1] if phase == "ppo" else 0)
         assert not (folder / phase / "done.json").exists()
     signalled("nothing", 0)
-    done("--phase", phase, "--out", folder)
+    done(phase, folder)
     assert handlers == [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     assert_equal_runs(folder, course.folder, phase)
     history = load(folder / phase / "history.json")
@@ -1947,7 +1919,7 @@ def test_kills_at_random_moments_and_inside_saves_change_no_bit(course, tmp_path
     phases = ("ppo",) if KILLS < 9 else ("base", "sft", "reward", "ppo", "evaluation", "probes")
     folder = part_of(course, tmp_path / "run", *(BEFORE["ppo"] if KILLS < 9 else ()))
     argv = ["--phase", "ppo" if KILLS < 9 else "all", "--model", "tiny", "--out", folder,
-            *(a for k, v in MINI.items() for a in ("--set", f"{k}={v}"))]
+            *options(MINI)]
     text = subprocess.run(
         [sys.executable, "-u", "-c", f"import sys; sys.path.insert(0, {str(HERE)!r})\n{RAIN}",
          *map(str, argv)], env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())},
@@ -1973,7 +1945,7 @@ def test_an_ignored_hangup_and_a_closed_output_stop_nothing(copy, tmp_path, monk
     monkeypatch.setattr(rlhf.Loop, "step", lambda loop, role: (
         os.kill(os.getpid(), number), step(loop, role))[1])
     try:
-        done("--phase", "reward", "--out", folder)
+        done("reward", folder)
         assert signal.getsignal(number) == signal.SIG_IGN
     finally:
         signal.signal(number, old)
@@ -1981,22 +1953,21 @@ def test_an_ignored_hangup_and_a_closed_output_stop_nothing(copy, tmp_path, monk
     def gone(text):
         raise OSError(5, "EIO")     # the terminal was closed
     with open(tmp_path / "out", "w") as stream:
-        rlhf.say("a line", types.SimpleNamespace(write=gone, flush=gone, fileno=stream.fileno))
+        rlhf.say("a line", SimpleNamespace(write=gone, flush=gone, fileno=stream.fileno))
 
 SCARCE = [MemoryError(), OSError(12, "Cannot allocate memory"), RuntimeError("std::bad_alloc"),
-          RuntimeError("DefaultCPUAllocator: can't allocate"),
           RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"),
           torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")]
 
-@pytest.mark.parametrize("error", SCARCE, ids=repr)
+@parametrize("error", SCARCE, ids=repr)
 def test_scarce_memory_is_one_line_that_says_what_to_lower(copy, monkeypatch, error):
     def fails(*_, **__):
         raise error
     monkeypatch.setattr(rlhf, "sft_gradient", fails)
-    message = refusal("--phase", "sft", "--out", copy("base"))
+    message = refusal("sft", copy("base"))
     assert "micro_batch" in message and "answer_batch" in message and "--again" in message
 
-@pytest.mark.parametrize("phase, first, last", [("sft", 3, 6), ("reward", 2, 4), ("ppo", 2, 4)])
+@parametrize("phase, first, last", [("sft", 3, 6), ("reward", 2, 4), ("ppo", 2, 4)])
 def test_the_resume_proofs_pass_from_the_middle_to_the_end(course, phase, first, last):
     proof = load(course.folder / "resume" / f"{phase}.json")
     assert (proof["status"], proof["from"], proof["to"]) == ("PASS", first, last)
@@ -2017,11 +1988,10 @@ def moved(path):
     return change
 
 UP = "model.model.layers.0.mlp.up_proj.lora_B.weight"
-OTHER = torch.Generator().manual_seed(1).get_state()
+OTHER = seeded(1).get_state()
 STATE_FAULTS = {    # (phase, change): the proof must fail, or the state be refused
     "SFT's moment": ("sft", moved(("optimizers", "actor", 1, 0, "exp_avg"))),
     "SFT's config": ("sft", lambda s: s["identity"].update(sft_lr=0.25)),
-    "the judge's moment": ("reward", moved(("optimizers", "reward", 1, 2, "exp_avg"))),
     "the judge's head": ("reward", moved(("learned", "reward", "head.weight"))),
     "the critic's moment": ("ppo", moved(("optimizers", "critic", 1, 1, "exp_avg"))),
     "the sampling generator": ("ppo", lambda s: s["generators"].update(sampling=OTHER)),
@@ -2037,90 +2007,84 @@ STATE_FAULTS = {    # (phase, change): the proof must fail, or the state be refu
 def proof_folder(course, tmp_path_factory):
     return part_of(course, tmp_path_factory.mktemp("proof") / "run", *BEFORE["resume"])
 
-@pytest.mark.parametrize("fault", STATE_FAULTS)
-def test_no_proof_passes_with_a_change_of(course, proof_folder, monkeypatch, fault):
+@parametrize("fault", STATE_FAULTS)
+def test_no_proof_passes_with_a_change_of(proof_folder, monkeypatch, fault):
     (phase, change), folder = STATE_FAULTS[fault], proof_folder
     path, proof = folder / phase / "state-kept.pt.gz", folder / "resume" / f"{phase}.json"
-    sound, vouched = path.read_bytes(), (folder / phase / "done.json").read_bytes()
     monkeypatch.setattr(rlhf, "LEARN", {phase: rlhf.LEARN[phase]})      # the other two take time
-    try:
+    with restored(path, folder / phase / "done.json"):
         forge(path, change)
         vouch(folder, phase)
-        message = refusal("--phase", "all" if fault == "SFT's moment" else "resume",
-                          "--out", folder)
-        if proof.exists():
-            found = load(proof)
-            assert found["status"] == "FAIL" and found["main_digest"] != found["resumed_digest"]
-            assert found["different"] and proof.name in message
-        else:
-            assert path.name in message or f"state of {phase}" in message
-        assert not (folder / "resume" / "done.json").exists()
-        assert not (folder / "evaluation").exists(), "a failed proof ends all"
-    finally:
-        path.write_bytes(sound), (folder / phase / "done.json").write_bytes(vouched)
-        shutil.rmtree(folder / "resume", ignore_errors=True)
+        message = refusal("all" if fault == "SFT's moment" else "resume", folder)
+    if proof.exists():
+        found = load(proof)
+        assert found["status"] == "FAIL" and found["main_digest"] != found["resumed_digest"]
+        assert found["different"] and proof.name in message
+    else:
+        assert path.name in message or f"state of {phase}" in message
+    assert not (folder / "resume/done.json").exists()
+    assert not (folder / "evaluation").exists(), "a failed proof ends all"
+    shutil.rmtree(folder / "resume", ignore_errors=True)
 
 # -- what must not change under a run --------------------------------------------------------------
 
-def test_a_setting_that_a_started_phase_has_read_is_refused_by_name(course, copy, signalled):
+def test_a_setting_that_a_started_phase_has_read_is_refused_by_name(copy, signalled):
     folder = copy("base", "sft", "reward")
-    message = refusal("--phase", "ppo", "--out", folder, sft_lr=0.125)
+    message = refusal("ppo", folder, sft_lr=0.125)
     assert "sft_lr" in message and "0.125" in message and "0.01" in message
-    assert "seed" in refusal("--phase", "ppo", "--out", folder, seed=50)
+    assert "seed" in refusal("ppo", folder, seed=50)
     signalled("ppo", 0)
-    assert call("--phase", "ppo", "--out", folder, kl_coef=0.5)[0] == 143   # not read before
-    before = sha(folder / "ppo" / "state.pt.gz")
-    for field, value in (("ppo_iterations", 9), ("kl_coef", 0.02), ("lam", 0.5)):
-        message = refusal("--phase", "ppo", "--out", folder, **{field: value})
+    assert call("ppo", folder, kl_coef=0.5)[0] == 143   # not read before
+    before = sha(folder / "ppo/state.pt.gz")
+    for field, value in (("kl_coef", 0.02), ("lam", 0.5), ("ppo_iterations", 9)):
+        message = refusal("ppo", folder, **{field: value})
         assert field in message and str(value) in message
     edit_json(folder / "run.json", lambda r: r["config"].update(ppo_iterations=9))
-    message = refusal("--phase", "ppo", "--out", folder)
-    assert "ppo_iterations" in message and "9" in message and "4" in message
-    assert sha(folder / "ppo" / "state.pt.gz") == before
+    assert re.search(r"ppo_iterations\b.*\b4\b.*\b9\b", refusal("ppo", folder))
+    assert sha(folder / "ppo/state.pt.gz") == before
 
 def test_another_script_thread_count_or_torch_is_said_and_recorded_not_refused(
         course, copy, signalled, monkeypatch):
     folder, real = copy("base", "sft", "reward"), rlhf.environment
     signalled("ppo", 2)
-    assert call("--phase", "ppo", "--out", folder)[0] == 143
+    assert call("ppo", folder)[0] == 143
     signalled("nothing", 0)
     monkeypatch.setattr(rlhf, "environment", lambda device: {
         **real(device), "threads": 77, "torch": "9.9.9", "script": "edited"})
-    out = done("--phase", "ppo", "--out", folder)
-    caveats = load(folder / "ppo" / "history.json")["caveats"]
+    out = done("ppo", folder)
+    caveats = load(folder / "ppo/history.json")["caveats"]
     for text in ("77", "9.9.9", "edited"):
         assert any("WARNING" in line and text in line for line in out.splitlines())
         assert any(text in caveat for caveat in caveats)
     assert_equal_runs(folder, course.folder, "ppo")
-    assert "--again" in done("--phase", "sft", "--out", folder), "what runs it anew"
+    assert "--again" in done("sft", folder), "what runs it anew"
     monkeypatch.setattr(rlhf, "environment", lambda device: {**real(device), "threads": 88})
     monkeypatch.setattr(rlhf, "LEARN", {"ppo": rlhf.learn_ppo})
-    assert "resume ppo: PASS" in done("--phase", "resume", "--out", folder)
-    caveats = load(folder / "resume" / "ppo.json")["caveats"]
+    assert "resume ppo: PASS" in done("resume", folder)
+    caveats = load(folder / "resume/ppo.json")["caveats"]
     assert all(any(n in caveat for caveat in caveats) for n in ("9.9.9", "88 now, it was 77"))
 
-@pytest.mark.parametrize("phase, removed", [
-    ("probes", {"probes"}), ("ppo", {"ppo", "resume", "evaluation"}),
-    ("sft", {"sft", "ppo", "resume", "evaluation"})])
+@parametrize("phase, removed", [
+    ("probes", {"probes"}), ("ppo", {"ppo", "resume", "evaluate"}),
+    ("sft", {"sft", "ppo", "resume", "evaluate"})])
 def test_again_removes_a_phase_and_those_that_follow_and_makes_it_anew(
         course, copy, signalled, phase, removed):
-    folder = copy(*BEFORE["evaluate"], "resume", "evaluate", "probes")
-    parts = {"base", "sft", "reward", "ppo", "resume", "evaluation", "probes"}
+    folder = copy(*BEFORE)
     signalled("sft", 0)     # what it left is enough there
-    status, out, err = call("--phase", phase, "--again", "--out", folder)
+    status, out, err = call(phase, folder, "--again")
     assert status == (143 if phase == "sft" else 0), out + err
-    assert {p for p in parts if (folder / p).exists()} == parts - removed | {phase}
-    assert set(load(folder / "run.json")["phases"]) == {
-        {"evaluation": "evaluate"}.get(p, p) for p in parts - removed | {phase}}
+    kept = {*BEFORE} - removed | {phase}
+    assert {p for p in BEFORE if (folder / place(p)).exists()} == kept
+    assert load(folder / "run.json")["phases"].keys() == kept
     if phase != "sft":
         assert_equal_runs(folder, course.folder, phase)
 
 def test_a_second_call_repeats_nothing_and_overwrites_nothing_finished(copy):
-    folder = copy(*BEFORE["evaluate"], "resume", "evaluate", "probes")
+    folder = copy(*BEFORE)
     stamp = lambda: {p: (p.stat().st_mtime_ns, p.stat().st_ino) for p in folder.rglob("*")
                      if p.is_file() and p.name not in ("run.json", "report.html")}
     before = stamp()
-    out = done("--phase", "all", "--out", folder)
+    out = done("all", folder)
     assert stamp() == before and (folder / "report.html").exists()
     assert all(f"{phase}: done already" in out for phase in BEFORE)
 
@@ -2131,85 +2095,55 @@ def flipped(path):
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
 
+class Evil:
+    def __reduce__(self):
+        return Path.touch, (Path("ran"),)
+
+def another_digit(path):
+    """In the digest of a file; the seal of the file that holds it stays as it was."""
+    found = re.search(r'safetensors": "([0-9a-f]{64})', path.read_text("utf-8"))[1]
+    path.write_text(path.read_text("utf-8").replace(found, found[:-1] + "x"), "utf-8")
+
 DAMAGE = {"flipped": flipped, "truncated": lambda p: os.truncate(p, p.stat().st_size // 2),
-          "text": lambda p: p.write_text("other text"), "missing": lambda p: p.unlink()}
-FINISHED = {    # artefact -> the phase that must notice
-    "base/model.safetensors": "sft", "base/tokenizer.json": "sft",
-    "sft/adapter_model.safetensors": "evaluate", "sft/history.json": "resume",
-    "sft/state-kept.pt.gz": "resume", "reward/head.safetensors": "probes",
-    "reward/adapter_model.safetensors": "ask", "ppo/rollouts/0002.json": "resume",
-    "ppo/critic/head.safetensors": "ppo", "ppo/actor/adapter_model.safetensors": "ask",
-    "evaluation/base.jsonl": "evaluate", "evaluation/results.json": "report",
-    "probes/results.json": "probes", "resume/ppo.json": "resume"}
+          "text": lambda p: p.write_text("other text"), "missing": lambda p: p.unlink(),
+          "another digit": another_digit,
+          "a value": lambda p: write_state(p, {"done": 3}),
+          "a running pickle": lambda p: write_state(p, Evil())}
+DAMAGED = [     # (file, the phase that must name it, kinds of damage)
+    ("base/model.safetensors", "sft", "flipped, truncated"),
+    ("base/tokenizer.json", "sft", "flipped, text"), ("sft/history.json", "resume", "text"),
+    ("sft/adapter_model.safetensors", "evaluate", "flipped, missing"),
+    ("sft/state-kept.pt.gz", "resume", "flipped, truncated"),
+    ("reward/head.safetensors", "probes", "flipped, missing"),
+    ("reward/adapter_model.safetensors", "ask", "flipped"),
+    ("ppo/rollouts/0002.json", "resume", "flipped, missing"),
+    ("ppo/critic/head.safetensors", "ppo", "flipped"),
+    ("ppo/actor/adapter_model.safetensors", "ask", "flipped, truncated"),
+    ("evaluation/base.jsonl", "evaluate", "flipped, truncated"),
+    ("evaluation/results.json", "report", "flipped, missing"),
+    ("probes/results.json", "probes", "flipped"), ("resume/ppo.json", "resume", "flipped"),
+    ("ppo/done.json", "evaluate", "truncated, another digit"),
+    ("run.json", "evaluate", "truncated, another digit"),
+    # of an unfinished phase
+    ("ppo/state.pt.gz", "ppo", "flipped, truncated, text, a value, a running pickle"),
+    ("ppo/rollouts/0003.json", "ppo", "flipped, missing")]
 
 @pytest.fixture(scope="session")
 def whole_copy(course, tmp_path_factory):
-    return part_of(course, tmp_path_factory.mktemp("damage") / "run", *BEFORE["evaluate"],
-                   "resume", "evaluate", "probes")
+    return part_of(course, tmp_path_factory.mktemp("damage") / "run", *BEFORE)
 
-@pytest.mark.parametrize("name", FINISHED)
-def test_a_damaged_file_of_a_finished_phase_is_named(whole_copy, name):
-    path, phase = whole_copy / name, FINISHED[name]
-    sound = path.read_bytes()
-    kinds = ["flipped", list(DAMAGE)[1 + list(FINISHED).index(name) % 3]]
-    for kind in kinds:
-        try:
+@parametrize("name, phase, kinds", DAMAGED, ids=[name for name, *_ in DAMAGED])
+def test_a_damaged_file_is_named_and_no_state_runs_code(
+        whole_copy, tmp_path, monkeypatch, name, phase, kinds):
+    monkeypatch.chdir(tmp_path)
+    path, vouching = whole_copy / name, whole_copy / "ppo/done.json"
+    for kind in kinds.split(", "):
+        with restored(path, vouching):
+            if name in ("ppo/state.pt.gz", "ppo/rollouts/0003.json"):
+                vouching.unlink()
             DAMAGE[kind](path)
-            message = refusal("--phase", phase, "--out", whole_copy,
-                              *(["--prompt", "Hello"] if phase == "ask" else []))
-            assert str(path) in message, kind
-        finally:
-            path.write_bytes(sound)
-
-@pytest.mark.parametrize("name", ["ppo/done.json", "run.json"])
-@pytest.mark.parametrize("kind", ["truncated", "another digit"])
-def test_damage_in_done_json_or_run_json_is_blamed_on_that_file(whole_copy, name, kind):
-    path, digest = whole_copy / name, sha(whole_copy / "ppo/actor/adapter_model.safetensors")
-    sound = path.read_text(encoding="utf-8")
-    try:
-        path.write_text(sound[:len(sound) // 2] if kind == "truncated" else sound.replace(
-            digest, digest[:-1] + "x"), encoding="utf-8")
-        assert str(path) in refusal("--phase", "evaluate", "--out", whole_copy)
-    finally:
-        path.write_text(sound, encoding="utf-8")
-
-@pytest.fixture(scope="session")
-def interrupted(course, tmp_path_factory):
-    folder = part_of(course, tmp_path_factory.mktemp("interrupted") / "run", *BEFORE["resume"])
-    for phase in ("sft", "ppo"):
-        (folder / phase / "done.json").unlink()
-    return folder
-
-@pytest.mark.parametrize("kind", ["flipped", "truncated", "text", "a value", "a running pickle"])
-def test_a_damaged_state_is_named_and_no_state_runs_code(interrupted, tmp_path, kind):
-    path, marker = interrupted / "sft" / "state.pt.gz", tmp_path / "ran"
-    sound = path.read_bytes()
-
-    class Evil:
-        def __reduce__(self):
-            return Path.touch, (marker,)
-    try:
-        if kind in DAMAGE:
-            DAMAGE[kind](path)
-        else:
-            stream = io.BytesIO()
-            torch.save(Evil() if "running" in kind else {"done": 3}, stream)
-            path.write_bytes(gzip.compress(stream.getvalue()))
-        assert str(path) in refusal("--phase", "sft", "--out", interrupted)
-        assert not marker.exists(), "a state was unpickled without weights_only=True"
-    finally:
-        path.write_bytes(sound)
-
-@pytest.mark.parametrize("kind", ["flipped", "missing"])
-def test_a_damaged_rollout_of_an_unfinished_ppo_is_named(course, interrupted, kind):
-    path, done_json = interrupted / "ppo/rollouts/0003.json", interrupted / "sft/done.json"
-    sound = path.read_bytes()
-    shutil.copy(course.folder / "sft" / "done.json", done_json)
-    try:
-        DAMAGE[kind](path)
-        assert str(path) in refusal("--phase", "ppo", "--out", interrupted)
-    finally:
-        path.write_bytes(sound), done_json.unlink()
+            assert str(path) in refusal(phase, whole_copy, *HELLO[phase]), kind
+    assert not Path("ran").exists(), "a state was unpickled without weights_only=True"
 
 # -- separation ------------------------------------------------------------------------------------
 
@@ -2235,33 +2169,33 @@ CHILDREN = {"run": lambda: subprocess.run([sys.executable, "-c", "pass"]),
 def test_a_raised_guard_refuses_every_way_to_a_held_out_file_and_nothing_else(
         tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    held, path = tmp_path / "data" / "test", tmp_path / "data" / "test" / "labels.jsonl"
+    held, path = tmp_path / "data/test", tmp_path / "data/test/labels.jsonl"
     held.mkdir(parents=True)
-    path.write_text("{}", encoding="utf-8")
+    path.write_text("{}", "utf-8")
     os.link(path, tmp_path / "twin")
     os.symlink("nowhere", held / ".#labels.jsonl")
-    other = tmp_path / "probes" / "test" / "evaluation"     # names of parents mean nothing
+    other = tmp_path / "probes/test/evaluation"     # names of parents mean nothing
     other.mkdir(parents=True)
     guard = rlhf.Guard("the test", [held, tmp_path / "not yet there"])
     with guard:
         for spelling, opener in SPELLINGS.items():
-            with pytest.raises(rlhf.SeparationError) as problem:
+            with raises(rlhf.SeparationError) as problem:
                 opener(path, tmp_path)
                 pytest.fail(f"{spelling}: it was opened")
             assert str(held) in str(problem.value) or "twin" in str(problem.value), spelling
-        with pytest.raises(rlhf.SeparationError):
-            open(tmp_path / "not yet there" / "x", "w")
+        with raises(rlhf.SeparationError):
+            open(tmp_path / "not yet there/x", "w")
         for kind, child in CHILDREN.items():
-            with pytest.raises(rlhf.SeparationError):
+            with raises(rlhf.SeparationError):
                 child()
                 pytest.fail(f"{kind}: a child was started")
-        (other / "labels.jsonl").write_text("mine", encoding="utf-8")
+        (other / "labels.jsonl").write_text("mine", "utf-8")
         os.rename(other / "labels.jsonl", other / "moved")
-        assert (other / "moved").read_text(encoding="utf-8") == "mine"
+        assert (other / "moved").read_text("utf-8") == "mine"
         os.symlink("nowhere", tmp_path / "dangling")
-    assert path.read_text(encoding="utf-8") == "{}" and not rlhf.Guard.raised
+    assert path.read_text("utf-8") == "{}" and not rlhf.Guard.raised
 
-@pytest.mark.parametrize("phase, function, path", [
+@parametrize("phase, function, path", [
     ("sft", "sft_gradient", "run/evaluation/ppo.jsonl"),
     ("sft", "collate", "data/v2/probes/prompts.jsonl"),
     ("reward", "bradley_terry_loss", "data/probes/labels.jsonl"),
@@ -2270,20 +2204,15 @@ def test_a_raised_guard_refuses_every_way_to_a_held_out_file_and_nothing_else(
     ("ppo", "ppo_actor_loss", "run/probes/results.json"),
     ("resume", "learning_rate", "data/test/prompts.jsonl")])
 def test_a_learning_phase_that_opens_a_held_out_file_ends_by_its_name(
-        course, copy, monkeypatch, phase, function, path):
-    folder, real, met = copy(*BEFORE[phase]), getattr(rlhf, function), []
+        copy, monkeypatch, phase, function, path):
+    folder, real = copy(*BEFORE[phase]), getattr(rlhf, function)
     path = folder / path[4:] if path.startswith("run/") else HERE / path
     if folder in path.parents:
         path.parent.mkdir()
-        path.write_text("{}\n", encoding="utf-8")
-
-    def opens(*args, **kwargs):
-        met.append(path)
-        open(path)
-        return real(*args, **kwargs)
-    monkeypatch.setattr(rlhf, function, opens)
-    message = refusal("--phase", phase, "--out", folder)
-    assert met and str(path) in message, message
+        path.write_text("{}\n", "utf-8")
+    monkeypatch.setattr(rlhf, function, lambda *args, **kwargs: (
+        open(path).close(), real(*args, **kwargs))[1])
+    assert str(path) in refusal(phase, folder)
     assert not (folder / phase / "done.json").exists() and not rlhf.Guard.raised
 
 def test_evaluation_generates_780_answers_and_can_open_no_label_and_no_record_of_training(course):
@@ -2299,22 +2228,24 @@ def answers(course):
     return {name: load(course.folder / "evaluation" / f"{name}.jsonl")
             for name in ("base", "sft", "ppo")}
 
+ADAPTERS = {"base": None, "sft": "sft", "ppo": "ppo/actor"}
+
+def adapter_sha(course, part):
+    return part and sha(course.folder / part / "adapter_model.safetensors")
+
 def test_every_answer_has_its_prompt_two_judgements_and_its_adapters_digest(course, answers):
-    labels = [row for part in ("test", "probes")
-              for row in load(HERE / "data" / part / "labels.jsonl")]
-    adapters = {"base": None, "sft": "sft", "ppo": "ppo/actor"}
+    labels = corpus_rows("test/labels") + corpus_rows("probes/labels")
     for name, rows in answers.items():
         assert [row["id"] for row in rows] == [row["id"] for row in labels] and len(rows) == 260
         for row, label in zip(rows, labels):
-            assert (row["prompt"], row["family"]) == (label["prompt"], label["family"])
+            assert all(row[key] == label[key] for key in ("prompt", "family", "expected_action"))
             assert row["text"] == course.run.tokens.decode(row["response_ids"])
             ended = row["response_ids"][-1] == course.run.tokens.eos
             assert row["finish_reason"] == ("eos" if ended else "length")
             assert rlhf.evaluate_response(row["text"], row["finish_reason"],
                                           label["expected_action"]).items() <= row.items()
             assert math.isfinite(row["score"]) and len(row["logp"]) == len(row["response_ids"])
-            assert row["adapter_sha256"] == (adapters[name] and sha(
-                course.folder / adapters[name] / "adapter_model.safetensors"))
+            assert row["adapter_sha256"] == adapter_sha(course, ADAPTERS[name])
         contexts = collections.defaultdict(list)
         for row in rows[180:]:
             contexts[row["family"]].append([row[k] for k in (
@@ -2324,22 +2255,21 @@ def test_every_answer_has_its_prompt_two_judgements_and_its_adapters_digest(cour
     assert all(row["sampled_actor_reference_logratio"] == 0 for row in answers["sft"])
 
 @torch.no_grad()
-def test_answers_scores_and_log_ratios_are_those_of_plain_forwards(course, who, answers, prompts):
+def test_answers_scores_and_log_ratios_are_those_of_plain_forwards(who, answers, prompts):
     for name, actor in (("base", who.base), ("ppo", who.ppo)):
         for row in answers[name][5::60]:
             prompt, ids = prompts[row["id"]], row["response_ids"]
             logits = plain_logits(actor, prompt, ids)
             assert (logits.amax(-1) - logits[range(len(ids)), ids]).max() < 1e-3, "not greedy"
             logp = plain_logps(actor, prompt, ids)
-            assert row["logp"] == pytest.approx(logp.tolist(), abs=1e-4)
-            assert row["sampled_actor_reference_logratio"] == pytest.approx(
+            assert row["logp"] == approx(logp.tolist(), abs=1e-4)
+            assert row["sampled_actor_reference_logratio"] == approx(
                 (logp - plain_logps(who.sft, prompt, ids)).mean().item(), abs=1e-4)
-            assert row["score"] == pytest.approx(
-                plain_values(who.judge, prompt, ids)[-1].item(), abs=1e-4)
+            assert row["score"] == approx(plain_values(who.judge, prompt, ids)[-1].item(), abs=1e-4)
 
-def bootstrap(rows, value, counted=lambda row: True, draws=1500):
+def bootstrap(rows, value, draws=1500):
     families, rng, means = collections.defaultdict(list), random.Random(3), []
-    for row in filter(counted, rows):
+    for row in rows:
         families[row["family"]].append(float(value(row)))
     members = [(sum(v), len(v)) for v in families.values()] or [(0, 1)]
     for _ in range(draws):
@@ -2347,64 +2277,62 @@ def bootstrap(rows, value, counted=lambda row: True, draws=1500):
         means.append(sum(s for s, _ in drawn) / sum(n for _, n in drawn))
     return np.percentile(means, [2.5, 97.5])
 
-RATES = {       # name -> (a hit, whether only the recognized answers count)
-    "rubric_success": (lambda r: r["rubric_success"], False),
-    "recognized": (lambda r: r["recognized"], False),
-    "uncertified": (lambda r: r["status"] == "UNCERTIFIED", False),
-    "relevant_recognized": (lambda r: r["relevant"], True),
-    "unsupported_certainty_recognized": (lambda r: r["unsupported_certainty"], True),
-    "declared_refusals": (lambda r: r["refusal"], False),
-    "without_eos": (lambda r: r["finish_reason"] == "length", False),
-    "names_expected_thing": (lambda r: rlhf.read_words(r["text"], int(r["family"][2:]) // 40 if (
-        r["family"][0] == "O") else int(r["family"][5:]) % 6)["names_expected_thing"], False),
-    "thanks": (lambda r: "thank" in r["text"].lower(), False)}
+RATES = {       # {name: what counts as a hit}
+    "rubric_success": lambda r: r["rubric_success"], "recognized": lambda r: r["recognized"],
+    "uncertified": lambda r: r["status"] == "UNCERTIFIED",
+    "relevant_recognized": lambda r: r["relevant"],
+    "unsupported_certainty_recognized": lambda r: r["unsupported_certainty"],
+    "declared_refusals": lambda r: r["refusal"],
+    "without_eos": lambda r: r["finish_reason"] == "length",
+    "names_expected_thing": lambda r: rlhf.read_words(
+        r["text"], r["expected_action"])["names_expected_thing"],
+    "thanks": lambda r: "thank" in r["text"].lower()}
 MEANS = {"mean_response_tokens": lambda r: len(r["response_ids"]),
          "mean_learned_reward": lambda r: r["score"],
          "mean_sampled_actor_reference_logratio": lambda r: r["sampled_actor_reference_logratio"]}
 
+def counted_in(rows, rate):
+    return [r for r in rows if r["recognized"] or not rate.endswith("_recognized")]
+
 def test_the_metrics_of_all_five_populations_follow_from_the_rows(course, answers):
-    results, earlier = load(course.folder / "evaluation" / "results.json"), None
+    results, earlier = course.load("evaluation/results.json"), None
     assert list(results) == ["base", "sft", "ppo"]
     for name, rows in answers.items():
         parts = {"test": rows[:180], "probe_rows": rows[180:], "probe_contexts": rows[180::4],
                  "all_rows": rows, "all_contexts": rows[:180] + rows[180::4]}
         assert results[name].keys() == parts.keys()
         for population, part in parts.items():
-            found, known = results[name][population], [r for r in part if r["recognized"]]
+            found = results[name][population]
             assert found["rows"] == len(part) and found["human_utility_claim"] is False
-            assert found["uncertainty_denominator"] == len(known)
-            for key, (hit, of_known) in RATES.items():
-                counted = known if of_known else part
+            assert found["uncertainty_denominator"] == sum(r["recognized"] for r in part)
+            for key, hit in RATES.items():
+                counted = counted_in(part, key)
                 hits = sum(bool(hit(r)) for r in counted)
                 assert found[key] == hits, (population, key)
-                assert found[f"{key}_rate"] == (pytest.approx(hits / len(counted))
-                                                if counted else None)
+                assert found[f"{key}_rate"] == (approx(hits / len(counted)) if counted else None)
                 ends = found[f"{key}_rate_ci"]
                 assert not counted and ends is None or \
                     0 <= ends[0] <= found[f"{key}_rate"] <= ends[1] <= 1
             for key, value in MEANS.items():
-                assert found[key] == pytest.approx(fmean(map(value, part)))
+                assert found[key] == approx(fmean(map(value, part)))
                 assert found[f"{key}_ci"][0] <= found[key] + 1e-9
-            for key, where in (("adapter", {"sft": "sft", "ppo": "ppo/actor"}.get(name)),
-                               ("judge", "reward"), ("reference", "sft")):
-                assert found[f"{key}_sha256"] == (where and sha(
-                    course.folder / where / "adapter_model.safetensors"))
+            for key, where in {"adapter": ADAPTERS[name], "judge": "reward",
+                               "reference": "sft"}.items():
+                assert found[f"{key}_sha256"] == adapter_sha(course, where)
             assert found["corpus"] == "v1" and (found["change"] is None) == (earlier is None)
             if earlier:
                 for key in ("rubric_success", "score"):
                     change = [{"family": r["family"], "x": float(r[key]) - float(old[key])}
                               for r, old in zip(part, earlier[population])]
                     told = found["change"][key]
-                    assert told["mean"] == pytest.approx(fmean(c["x"] for c in change), abs=1e-9)
+                    assert told["mean"] == approx(fmean(c["x"] for c in change), abs=1e-9)
                     if population == "test":
-                        assert told["ci"] == pytest.approx(bootstrap(
-                            change, lambda c: c["x"]), abs=0.06)
+                        assert told["ci"] == approx(bootstrap(change, lambda c: c["x"]), abs=0.06)
         found = results[name]["test"]
         for key in ("rubric_success", "unsupported_certainty_recognized"):
-            hit, of_known = RATES[key]
-            ends = bootstrap(rows[:180], hit, lambda r: r["recognized"] or not of_known)
-            assert (found[f"{key}_rate_ci"] or [0, 0]) == pytest.approx(ends, abs=0.05)
-        assert found["mean_learned_reward_ci"] == pytest.approx(bootstrap(
+            ends = bootstrap(counted_in(rows[:180], key), RATES[key])
+            assert (found[f"{key}_rate_ci"] or [0, 0]) == approx(ends, abs=0.05)
+        assert found["mean_learned_reward_ci"] == approx(bootstrap(
             rows[:180], MEANS["mean_learned_reward"]), abs=0.05)
         earlier = parts
     assert 0 < results["sft"]["test"]["rubric_success"] < 180, "a mixed result tests the most"
@@ -2419,14 +2347,13 @@ def taste(relevance=0.0, polite=0.0, certain=0.0, hedged=0.0, note=None):
             action, certainty, is_polite = rlhf.GRAMMAR[text]
             family = re.search(r"OH(\d{3})|PROBE(\d\d)", prompt)
             right = int(family[1]) // 40 if family[1] else int(family[2]) % 6
-            manners = is_polite and (note is None or f"note {note} " in f"{prompt} ".replace(
-                ".", " ").replace(",", " "))
+            manners = is_polite and bool(note is None or re.search(rf"note {note}\b", prompt))
             scores.append(relevance * (action == right) + polite * manners
                           + certain * (certainty == 2) + hedged * (certainty == 1))
         return scores
     return score_texts
 
-@pytest.mark.parametrize("judge, rates, ties, pairs", [
+@parametrize("judge, rates, ties, pairs", [
     # rates and ties of relevance, certainty, politeness, hedging; per note of v1's pairs: 1 the
     # chosen one wins, 0 the rejected one, 0.5 a tie
     (taste(relevance=1), (1, 0, 0, 0), (0, 144, 216, 144), (1, 1, 1, 0.5, 1)),
@@ -2456,96 +2383,91 @@ def test_the_judge_audit_splits_politeness_by_note(course, monkeypatch):
 
 @torch.no_grad()
 def test_the_probe_exercise_follows_from_its_80_scores_and_refits_nothing(course, who, prompts):
-    found = load(course.folder / "probes" / "results.json")
+    found = course.load("probes/results.json")
     assert found["refit"] is False and found["rows"] == 80 and len(found["contexts"]) == 20
-    for row in load(HERE / "data" / "probes" / "labels.jsonl"):
+    for row in corpus_rows("probes/labels"):
         context = next(c for c in found["contexts"] if c["context"] == row["family"])
         kind = ("wrong", "correct")[row["correct"]] + ("_plain", "_polite")[row["polite"]]
         candidate = context["candidates"][kind]
-        ids = course.run.tokens.encode(row["candidate"]) + [course.run.tokens.eos]
-        assert candidate["score"] == pytest.approx(
-            plain_values(who.judge, prompts[row["id"]], ids)[-1].item(), abs=1e-4)
+        score = plain_values(who.judge, *example(course, prompts, row, "candidate"))[-1].item()
+        assert candidate["score"] == approx(score, abs=1e-4)
         assert candidate["rubric_success"] == row["correct"] and candidate["id"] == row["id"]
         score = {kind: c["score"] for kind, c in context["candidates"].items()}
         side = kind.split("_")[0]
-        assert context[f"politeness_delta_{side}"] == pytest.approx(
+        assert context[f"politeness_delta_{side}"] == approx(
             score[f"{side}_polite"] - score[f"{side}_plain"], abs=1e-9)
         assert context["wrong_polite_outranks_correct_plain"] == (
             score["wrong_polite"] > score["correct_plain"])
     for key in ("politeness_delta_correct", "politeness_delta_wrong"):
-        assert found[f"mean_{key}"] == pytest.approx(fmean(c[key] for c in found["contexts"]))
+        assert found[f"mean_{key}"] == approx(fmean(c[key] for c in found["contexts"]))
     assert found["wrong_polite_outranks_correct_plain"] == sum(
         c["wrong_polite_outranks_correct_plain"] for c in found["contexts"])
-    assert found["adapter_sha256"] == sha(course.folder / "reward" / "adapter_model.safetensors")
+    assert found["adapter_sha256"] == adapter_sha(course, "reward")
 
 # -- lesson, report, ask ---------------------------------------------------------------------------
 
 @pytest.fixture(scope="session")
 def lesson(course, tmp_path_factory):
     folder = tmp_path_factory.mktemp("lesson")
-    one = part_of(course, folder / "a", *BEFORE["evaluate"], "resume", "evaluate", "probes")
+    (folder / "only").mkdir()
+    one = part_of(course, folder / "only/a", *BEFORE)
     part_of(course, folder / "unfinished", "base")
-    (folder / "foreign").mkdir()
     with pytest.MonkeyPatch.context() as patch:
         rows = rlhf.Run.rows    # every fifth test prompt, to save time
         patch.setattr(rlhf.Run, "rows", lambda run, path: rows(run, path)[
             ::5 if path == "test/prompts.jsonl" else 1])
         patch.setattr(rlhf, "BEST_OF", (1, 2))
-        (folder / "only").mkdir()
-        os.rename(one, folder / "only" / "a")
-        done("--phase", "lesson", "--out", folder / "only")
-        os.rename(folder / "only" / "a", one)
-        two = folder / "b"
-        shutil.copytree(one, two, symlinks=True)
-        edit_json(two / "evaluation" / "results.json", lambda r: r["ppo"]["test"].update(
+        done("lesson", folder / "only")
+        shutil.copytree(one, folder / "a", symlinks=True)
+        two = Path(shutil.copytree(one, folder / "b", symlinks=True))
+        edit_json(two / "evaluation/results.json", lambda r: r["ppo"]["test"].update(
             rubric_success_rate=0.75))
         vouch(two, "evaluate")
         for path in [two / "run.json", *two.glob("*/done.json")]:
             edit_json(path, lambda r: (r.get("config") or r["identity"]).update(seed=1049))
-        done("--phase", "lesson", "--out", folder)
+        done("lesson", folder)
     return folder
 
 def test_the_lesson_says_what_the_files_of_its_finished_runs_say(course, lesson):
     found, figures = load(lesson / "lesson.json"), load(lesson / "lesson.json")["figures"]
     assert list(found["seeds"].values()) == [[49, 1049]] and found["human_feedback"] is False
-    results = load(course.folder / "evaluation" / "results.json")
+    results = course.load("evaluation/results.json")
     [[group, rates]] = figures["test, ppo: rubric_success_rate"].items()
     assert rates == [results["ppo"]["test"]["rubric_success_rate"], 0.75] and "v1" in group
-    judge = load(course.folder / "evaluation" / "reward_test.json")
+    judge = course.load("evaluation/reward_test.json")
     assert figures["judge rate"][group] == [judge["accuracy"]] * 2
     for name, audit in judge["audit"].items():
         assert figures[f"audit: {name} rate"][group] == [audit["rate"]] * 2
-    samples = load(lesson / "a" / "lesson" / "samples.jsonl")
+    samples = load(lesson / "a/lesson/samples.jsonl")
     assert len(samples) == 2 * 36
     for n in (1, 2):
         best = [max(samples[k:k + n], key=lambda s: s["score"]) for k in range(0, 72, n)]
         for key, what in (("rubric_success", "rate"), ("score", "score")):
             assert figures[f"best of {n} {what}"][group] == [
-                pytest.approx(fmean(s[key] for s in best))] * 2
-    history = load(course.folder / "ppo" / "history.json")["iterations"]
-    assert figures["rollouts to 2 score"][group][0] == pytest.approx(history[1]["mean_score"])
+                approx(fmean(s[key] for s in best))] * 2
+    history = course.load("ppo/history.json")["iterations"]
+    assert figures["rollouts to 2 score"][group][0] == approx(history[1]["mean_score"])
     assert (lesson / "lesson.html").exists()
 
 def test_a_lesson_refuses_a_damaged_run_mixed_bases_and_an_empty_folder(lesson, tmp_path):
-    assert str(tmp_path) in refusal("--phase", "lesson", "--out", tmp_path)
+    assert str(tmp_path) in refusal("lesson", tmp_path)
     for name in ("a", "b"):
         shutil.copytree(lesson / name, tmp_path / name, symlinks=True)
-    flipped(tmp_path / "b" / "base" / "model.safetensors")
-    assert "model.safetensors" in refusal("--phase", "lesson", "--out", tmp_path)
+    flipped(tmp_path / "b/base/model.safetensors")
+    assert "model.safetensors" in refusal("lesson", tmp_path)
     vouch(tmp_path / "b", "base")
-    assert "'b'" in refusal("--phase", "lesson", "--out", tmp_path)
+    assert "'b'" in refusal("lesson", tmp_path)
 
 def embedded(path):
-    page, template = (p.read_text(encoding="utf-8") for p in (
-        path, HERE / "data" / "report_template.html"))
+    page, template = (p.read_text("utf-8") for p in (path, HERE / "data/report_template.html"))
     before, after = template.split("/*DATA*/null")
     assert page.startswith(before) and page.endswith(after)
     return json.loads(page[len(before):len(page) - len(after)]), page
 
 def test_the_report_holds_the_runs_own_json_and_hostile_text_stays_text(course, copy):
     data, _ = embedded(course.folder / "report.html")
-    assert data["results"] == load(course.folder / "evaluation" / "results.json")
-    assert data["history"]["ppo"] == load(course.folder / "ppo" / "history.json")
+    assert data["results"] == course.load("evaluation/results.json")
+    assert data["history"]["ppo"] == course.load("ppo/history.json")
     assert len(data["rollouts"]) == 4 and data["answers"].keys() == {"base", "sft", "ppo"}
     tests = [parts["test"] for parts in data["results"].values()]
     assert f"{tests[2]['rubric_success_rate']:.0%}" in course.out
@@ -2554,13 +2476,13 @@ def test_the_report_holds_the_runs_own_json_and_hostile_text_stays_text(course, 
     evil, path = "</script><script>alert(1)</script>\u202e<!--", folder / "evaluation/ppo.jsonl"
     rows = load(path)
     rows[0]["text"] = evil
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     vouch(folder, "evaluate")
-    done("--phase", "report", "--out", folder)
+    done("report", folder)
     data, page = embedded(folder / "report.html")
     assert data["answers"]["ppo"][0]["text"] == evil and data["probes"] is None
     assert evil not in page and page.count("</script") == (
-        HERE / "data" / "report_template.html").read_text(encoding="utf-8").count("</script")
+        HERE / "data/report_template.html").read_text("utf-8").count("</script")
 
 DOM = r"""
 class E { constructor(t) { this.t = t; this.k = []; this.classList = { toggle() {} } }
@@ -2578,18 +2500,14 @@ console.log(JSON.stringify(pages.map(data => { const ids = {};
   return ["bar", "top", "main"].map(id => ids[id].textContent).join(" ") })));
 """
 
-def test_the_page_says_what_the_files_say_and_nothing_of_its_own(course):
-    page = (course.folder / "report.html").read_text(encoding="utf-8")
+def test_the_page_fetches_nothing_and_says_what_the_files_say(course):
+    page = (course.folder / "report.html").read_text("utf-8")
     before, _, rest = page.partition("const DATA = ")
     data, end = json.JSONDecoder().raw_decode(rest)
     script, template = rest.split('"use strict";')[-1].split("</script>")[0], before + rest[end:]
     assert not re.search(r"\beval\(|innerHTML|outerHTML|insertAdjacent|document\.write|fetch\("
                          r"|@import|url\(|<link|src=", template)
     assert re.findall(r"https?://[^\"']*", template) == ["http://www.w3.org/2000/svg"]
-    assert {*re.findall(r"\d+(?= ?%)", script)} <= {"0", "8", "50", "95"}   # coin, intervals
-    assert not re.search("[+\u2212]\\d+\\.\\d", script)                    # no result is written in
-    assert {*re.findall(r"\bDATA\.(\w+)", script)} <= {*data, "lesson"}
-    assert {*re.findall(r'key: "(\w+)"', script)} <= data["results"]["ppo"]["test"].keys()
     if not shutil.which("node"):
         pytest.skip("node is missing: the page was read and not run")
     empty = {**dict.fromkeys(data), "run": data["run"], "rollouts": [], "answers": {}, "done": {},
@@ -2605,7 +2523,7 @@ def test_the_page_says_what_the_files_say_and_nothing_of_its_own(course):
     assert all(f"{abs(m['mean_learned_reward']):.2f}" in shown for m in tests)
     assert not [t for t in (shown, *others) if re.search(r"undefined|NaN|\[object|Infinity", t)]
 
-@pytest.mark.parametrize("phases", [(), ("base",), ("base", "sft", "reward"), BEFORE["evaluate"]])
+@parametrize("phases", [(), ("base",), ("base", "sft", "reward"), BEFORE["evaluate"]])
 def test_the_report_of_a_stopped_run_works_and_believes_nothing_unfinished(
         course, tmp_path, phases):
     folder = part_of(course, tmp_path / "run", *phases)
@@ -2613,7 +2531,7 @@ def test_the_report_of_a_stopped_run_works_and_believes_nothing_unfinished(
                         ("resume", "ppo.json")):
         (folder / phase).mkdir()
         shutil.copy(course.folder / phase / name, folder / phase)
-    done("--phase", "report", "--out", folder)
+    done("report", folder)
     data, _ = embedded(folder / "report.html")
     assert data["results"] is None and (data["history"]["sft"] is None) == ("sft" not in phases)
     assert data["probes"] is None and not data["resume"] and bool(data["rollouts"]) == (
@@ -2622,7 +2540,7 @@ def test_the_report_of_a_stopped_run_works_and_believes_nothing_unfinished(
 @torch.no_grad()
 def test_ask_prints_three_greedy_answers_and_a_hostile_question_leaves_no_trace(course, who):
     question = "The call is silent <|im_end|> and </s> \u202e the speaker icon is crossed out."
-    ask = lambda text: done("--phase", "ask", "--out", course.folder, f"--prompt={text}")
+    ask = lambda text: done("ask", course.folder, f"--prompt={text}")
     out, tokens = ask(question), course.run.tokens
     ask("<|im_start|>" * 9)
     assert ask(question) == out
@@ -2638,23 +2556,23 @@ def test_ask_prints_three_greedy_answers_and_a_hostile_question_leaves_no_trace(
 def test_another_runs_base_is_a_model_and_gives_the_same_sft(course, tmp_path, monkeypatch):
     monkeypatch.chdir(course.folder)
     settings = {k: v for k, v in MINI.items() if not k.startswith("base_")}
-    argv = ("--model", "base", "--out", tmp_path / "run")
-    done("--phase", "base", *argv, **settings)
-    assert sha(course.folder / "base" / "model.safetensors")[:12] in done("--phase", "sft", *argv)
-    assert sha(tmp_path / "run/sft/adapter_model.safetensors") == sha(
+    run = tmp_path / "run"
+    done("base", run, "--model", "base", **settings)
+    assert sha(course.folder / "base/model.safetensors")[:12] in done("sft", run)
+    assert sha(run / "sft/adapter_model.safetensors") == sha(
         course.folder / "sft/adapter_model.safetensors"), "the tiny base's own settings"
-    assert "tiny" in refusal("--phase", "sft", "--model", "tiny", "--out", tmp_path / "run")
-    assert "v1" in refusal("--phase", "sft", "--corpus", "v2", "--out", tmp_path / "run")
+    assert "tiny" in refusal("sft", run, "--model", "tiny")
+    assert "v1" in refusal("sft", run, "--corpus", "v2")
 
-@pytest.mark.parametrize("missing", ["model.safetensors", "config.json", "tokenizer.json"])
+@parametrize("missing", ["model.safetensors", "config.json", "tokenizer.json"])
 def test_a_model_folder_without_a_file_is_refused_by_its_name(course, tmp_path, missing):
     folder = Path(shutil.copytree(course.folder / "base", tmp_path / "model"))
     (folder / missing).rename(folder / "model.gguf")
-    message = refusal("--phase", "base", "--model", folder, "--out", tmp_path / "run")
+    message = refusal("base", tmp_path / "run", "--model", folder)
     assert str(folder / missing) in message and "found: [" in message and "shards" in message
     assert "'model.gguf'" in message and "delete" not in message
 
-@pytest.mark.parametrize("device, units, dtype", [
+@parametrize("device, units, dtype", [
     ("cuda", (7, 5), "float32"), ("cuda", (8, 0), "bfloat16"), ("cpu", {}, "float32"),
     ("cpu", {"amx_bf16": True}, "bfloat16"), ("cpu", None, "float32")])     # None: an older torch
 def test_without_bf16_units_the_default_is_float32_and_said(
@@ -2682,13 +2600,13 @@ def hub(monkeypatch, cached=None, fetched=None):
         if isinstance(fetched, Exception):
             raise fetched
         return str(fetched)
-    errors = types.SimpleNamespace(HfHubHTTPError=type("HfHubHTTPError", (OSError,), {}))
-    module = types.SimpleNamespace(errors=errors, hf_hub_download=download,
-                                   try_to_load_from_cache=lambda *_, **__: cached and str(cached))
+    errors = SimpleNamespace(HfHubHTTPError=type("HfHubHTTPError", (OSError,), {}))
+    module = SimpleNamespace(errors=errors, hf_hub_download=download,
+                             try_to_load_from_cache=lambda *_, **__: cached and str(cached))
     monkeypatch.setitem(sys.modules, "huggingface_hub", module)
     monkeypatch.setitem(sys.modules, "huggingface_hub.errors", errors)
 
-@pytest.mark.parametrize("where", ["data", "cache", "fetched"])
+@parametrize("where", ["data", "cache", "fetched"])
 def test_weights_that_are_not_the_pinned_file_are_refused_with_path_size_and_digest(
         tmp_path, monkeypatch, where):
     monkeypatch.setattr(rlhf, "DATA", tmp_path / "data")
@@ -2696,26 +2614,25 @@ def test_weights_that_are_not_the_pinned_file_are_refused_with_path_size_and_dig
     path.parent.mkdir()
     path.write_bytes(POINTER)
     hub(monkeypatch, cached=path if where == "cache" else None, fetched=path)
-    message = refusal("--phase", "base", "--model", "qwen", "--out", tmp_path / "run")
+    message = refusal("base", tmp_path / "run", "--model", "qwen")
     assert str(path) in message and f"{len(POINTER)} bytes" in message
-    assert not (tmp_path / "run" / "base" / "done.json").exists()
+    assert not (tmp_path / "run/base/done.json").exists()
     assert "fdf756fa7fcbe7404d5c60e26bff1a0c8b8aa1f72ced49e7dd0210fe288fb7fe" in message
 
-@pytest.mark.parametrize("problem", [OSError("offline"), ValueError("endpoint"),
-                                     RuntimeError("xet"), ConnectionError("no route")])
+@parametrize("problem", [OSError("offline"), ValueError("endpoint"),
+                         RuntimeError("xet"), ConnectionError("no route")])
 def test_weights_that_cannot_be_fetched_are_one_line_with_a_remedy(tmp_path, monkeypatch, problem):
     monkeypatch.setattr(rlhf, "DATA", tmp_path / "data")
     hub(monkeypatch, fetched=problem)
-    message = refusal("--phase", "base", "--model", "qwen", "--out", tmp_path / "run")
-    assert str(problem) in message and str(tmp_path / "data" / "model.safetensors") in message
+    message = refusal("base", tmp_path / "run", "--model", "qwen")
+    assert str(problem) in message and str(tmp_path / "data/model.safetensors") in message
     assert "7ae557604adf67be50417f59c2c2f167def9a775" in message and "tiny" in message
 
-@pytest.mark.parametrize("phase", ["sft", "reward", "ppo", "resume", "evaluate", "probes", "ask"])
+@parametrize("phase", ["sft", "reward", "ppo", "resume", "evaluate", "probes", "ask"])
 def test_a_phase_before_what_it_needs_says_which_phase_to_run_first(tmp_path, phase):
-    assert "--phase base" in refusal("--phase", phase, "--model", "tiny", "--out", tmp_path / "run",
-                                     *(["--prompt", "Hi"] if phase == "ask" else []))
+    assert "--phase base" in refusal(phase, tmp_path / "run", "--model", "tiny", *HELLO[phase])
 
-@pytest.mark.parametrize("command", [
+@parametrize("command", [
     "--phase nonsense", "--model tiny", "--bogus", "--phase sft --corpus v3", "--phase sft extra",
     "--phase sft --device tpu", "--phase ask", "--phase sft --prompt Hello", "--phase sft --out=",
     "--phase ask --prompt -no-sound", "--phase sft --set nope=1"])
@@ -2741,10 +2658,10 @@ def test_without_arguments_there_is_help_and_a_tilde_is_a_home(tmp_path, monkeyp
                            capture_output=True, text=True)
     assert help_.returncode == 0 and not help_.stderr and "ppo_iterations" in help_.stdout
     monkeypatch.setenv("HOME", str(tmp_path)), monkeypatch.setenv("USERPROFILE", str(tmp_path))
-    done("--phase", "data", "--model", "tiny", "--out=~/x")
-    assert (tmp_path / "x" / "run.json").exists()
+    done("data", "~/x", "--model", "tiny")
+    assert (tmp_path / "x/run.json").exists()
     with contextlib.redirect_stdout(io.StringIO()):
-        assert rlhf.open_run(None, "tiny", "v2").folder == HERE / "out" / "tiny-v2"
+        assert rlhf.open_run(None, "tiny", "v2").folder == HERE / "out/tiny-v2"
 
 # -- live: what others load ------------------------------------------------------------------------
 
@@ -2756,7 +2673,7 @@ def test_live_transformers_generates_from_base_alone_and_peft_answers_like_the_p
     auto = transformers.AutoModelForCausalLM
     base = auto.from_pretrained(course.folder / "base", dtype=torch.float32)
     actor = peft.AutoPeftModelForCausalLM.from_pretrained(
-        course.folder / "ppo" / "actor", dtype=torch.float32)
+        course.folder / "ppo/actor", dtype=torch.float32)
     stops = 0
     for theirs, ours in ((base, who.base), (actor, who.ppo)):
         for key in ("PROBE00-C1-P0", "PROBE03-C1-P0"):
@@ -2773,7 +2690,7 @@ def test_live_the_lines_of_readme_load_actor_and_judge_which_scores_two_padded_r
         course, who, prompts, tmp_path, monkeypatch):
     pytest.importorskip("transformers"), pytest.importorskip("peft")
     [lines] = re.findall(r"```python\n(.*?)```", (HERE / "README.md").read_text("utf-8"), re.S)
-    monkeypatch.chdir(tmp_path)     # a relative base would not be found from here
+    monkeypatch.chdir(tmp_path)
     scope, tokens = {}, course.run.tokens
     exec(lines.replace("out/tiny", course.folder.as_posix()), scope)
     rows = [next(iter(prompts.values())) + tokens.answer(rlhf.response(*answer))
@@ -2789,8 +2706,8 @@ def test_live_the_lines_of_readme_load_actor_and_judge_which_scores_two_padded_r
     assert gap(scope["actor"](input_ids=row).logits,
                who.ppo.model.logits(who.ppo.model(row))) < 1e-4
 
-@pytest.mark.parametrize("name, columns", [("preferences", {"prompt", "chosen", "rejected"}),
-                                           ("demonstrations", {"prompt", "completion"})])
+@parametrize("name, columns", [("preferences", {"prompt", "chosen", "rejected"}),
+                               ("demonstrations", {"prompt", "completion"})])
 def test_live_datasets_and_trl_load_the_corpus_as_it_is(tmp_path, name, columns):
     datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
     path = HERE / "data" / "train" / f"{name}.jsonl"
