@@ -1004,8 +1004,7 @@ def learn_reward(run: Run, start: dict | None = None) -> Loop:
 #   10             squared error of values and returns                  one step of the critic
 # Steps 2 to 7 are constants for 8 to 10: only logp and the critic's new values carry gradients.
 #
-# A response of three tokens, the last one EOS, with the defaults and a score of 2 (the products are
-# computed unrounded):
+# A response of three tokens, the last one EOS; defaults, score 2, products computed unrounded:
 #
 #              old_logp  ref_logp  reward   value  delta   advantage  return
 #     token 0    -0.50     -0.70   -0.0040   0.50  0.4960     1.4280  1.9280
@@ -1059,8 +1058,7 @@ def gae(rewards: Tensor, values: Tensor, gamma: float = 1.0,
         return[t]    = advantage[t] + value[t]
 
     Past the last token value and advantage are 0: EOS and a cut at the limit both end the episode.
-    In a batch the padding of a short row has reward = value = 0, so walking back through it leaves
-    advantage 0 until the row's own last token: no mask is needed.
+    Walking back through a short row's padding, all zeros, leaves advantage 0: no mask is needed.
     """
     rewards, values = rewards.detach().float(), values.detach().float()
     advantages = torch.zeros_like(rewards)
@@ -1112,11 +1110,11 @@ def critic_loss(values: Tensor, returns: Tensor, mask: Tensor, value_coef: float
 # actor drew: exp(logp - old_logp) corrects for that, and at ratio 1 its gradient is the one above.
 # The *clip*, because the correction is good only nearby: above 1.2 a good token, below 0.8 a bad
 # one earns nothing more. A *critic*, because subtracting what was expected changes no expectation
-# and takes most of the noise away. *lambda* trades the critic's errors for noise: at 0 a token is
+# and takes noise away. *lambda* trades the critic's errors for noise: at 0 a token is
 # judged by its own reward and the critic's next value, at 1 by all that came after. value_coef does
 # little here: the critic has an optimizer of its own, and AdamW divides a constant factor out again
-# (except where grad_clip bites). The value head starts at zero, so that first values are 0 and not
-# noise; the critic's adapters therefore get no gradient in the first update.
+# (it only moves which updates grad_clip scales down). The value head starts at zero, so that first
+# values are 0 and not noise; the critic's adapters get a gradient of zero in the first update.
 #
 # Invariant: reference and judge never change, actor and critic do, and a save holds all of it.
 # The mistake: refreshing old_logp between the two epochs. Then every ratio starts at 1 again, and
@@ -1138,8 +1136,8 @@ def credit(rewards: Tensor, values: Tensor, mask: Tensor, cfg: Config) -> tuple[
 
 @torch.no_grad()
 def collect_rollouts(loop: Loop, prompts: list[tuple[str, list[int]]]) -> tuple:
-    """Steps 2 to 7 for (prompt id, ids): the Batch, what was priced ({name: [B, R]}), the records
-    for ppo/rollouts/, and the logits that drew the first tokens."""
+    """Steps 2 to 7 for (prompt id, ids): the Batch, the rollout ({name: [B, R]}), its records for
+    ppo/rollouts/, and the logits that drew the first tokens."""
     cfg, roles, device = loop.cfg, loop.roles, loop.run.device
     names = [f"iteration-{loop.done + 1:03d}-slot-{slot}" for slot in range(len(prompts))]
     if used := set(names) & set(loop.consumed):
@@ -1147,54 +1145,54 @@ def collect_rollouts(loop: Loop, prompts: list[tuple[str, list[int]]]) -> tuple:
     loop.consumed += names
     # All randomness of an iteration is drawn at once: no answer's draws depend on its neighbours.
     uniforms = torch.rand(len(prompts), cfg.max_response, generator=loop.generators["sampling"])
+    asked = [ids for _, ids in prompts]
     with loop.timed("generation"):
-        answers = generate(roles["actor"], [ids for _, ids in prompts], cfg.max_response,
-                           uniforms.to(device), [f"ppo, rollout {name}" for name in names],
-                           loop.run.tokens.eos)
-    batch = collate([ids for _, ids in prompts], [a.ids for a in answers], device)
-    mask, priced = batch.mask, {}
-    priced["old_logp"] = padded(torch.tensor(sum((a.logp for a in answers), []), device=device),
-                                mask)
+        answers = generate(roles["actor"], asked, cfg.max_response, uniforms.to(device),
+                           [f"ppo, rollout {name}" for name in names], loop.run.tokens.eos)
+    batch = collate(asked, [a.ids for a in answers], device)
+    mask = batch.mask
+    old_logp = padded(torch.tensor([x for a in answers for x in a.logp], device=device), mask)
     with loop.timed("reference scoring"):
-        priced["ref_logp"] = response_logprobs(roles["reference"], batch)
+        ref_logp = response_logprobs(roles["reference"], batch)
     with loop.timed("judge"):
         scores = batch_scores(roles["reward"], batch, names)  # [B]
     with loop.timed("critic"):
-        priced["values"] = prefix_values(roles["critic"], batch)
+        values = prefix_values(roles["critic"], batch)
     truncated = torch.tensor([a.finish_reason == "length" for a in answers], device=device)
-    priced["rewards"] = token_rewards(priced["old_logp"], priced["ref_logp"], scores, truncated,
-                                      mask, cfg.kl_coef, cfg.truncation_penalty)
-    priced["advantages"], priced["returns"] = credit(priced["rewards"], priced["values"], mask, cfg)
-    lists = {name: per_response(x, mask) for name, x in priced.items()}
+    rewards = token_rewards(old_logp, ref_logp, scores, truncated, mask, cfg.kl_coef,
+                            cfg.truncation_penalty)
+    advantages, returns = credit(rewards, values, mask, cfg)
+    rollout = {"old_logp": old_logp, "ref_logp": ref_logp, "values": values, "rewards": rewards,
+               "advantages": advantages, "returns": returns}  # [B, R] each
+    lists = {name: per_response(x, mask) for name, x in rollout.items()}
     records = [{"rollout_id": names[k], "prompt_id": prompts[k][0], "response_ids": answer.ids,
                 "text": loop.run.tokens.decode(answer.ids), "finish_reason": answer.finish_reason,
                 "score": scores[k].item(), **{key: rows[k] for key, rows in lists.items()}}
                for k, answer in enumerate(answers)]
-    return batch, priced, records, [answer.first_logits for answer in answers]
+    return batch, rollout, records, [answer.first_logits for answer in answers]
 
 
-def update_actor(loop: Loop, batch: Batch, priced: dict[str, Tensor]) -> dict:
+def update_actor(loop: Loop, batch: Batch, rollout: dict[str, Tensor]) -> dict:
     """Steps 8 and 9: one step of the actor on all responses of the iteration; its record."""
     logp, mask = response_logprobs(loop.roles["actor"], batch), batch.mask  # [B, R]
-    loss = ppo_actor_loss(logp, priced["old_logp"], priced["advantages"], mask, loop.cfg.clip)
+    loss = ppo_actor_loss(logp, rollout["old_logp"], rollout["advantages"], mask, loop.cfg.clip)
     loss.backward()
-    log_ratio = (logp - priced["old_logp"]).detach()
+    log_ratio = (logp - rollout["old_logp"]).detach()
     ratio = log_ratio.exp()
     return {"loss": loss.item(), **loop.step("actor"),
-            # Over all tokens at once, unlike the loss. In the first epoch the ratio is 1 but for
-            # rounding. clip_fraction counts tokens outside 0.8 to 1.2, even those whose gradient
-            # the min keeps. approx_kl estimates the KL from the old actor to the new one; its terms
-            # are never negative.
+            # Over all tokens at once, unlike the loss. clip_fraction counts tokens outside 0.8 to
+            # 1.2, even those whose gradient the min keeps. approx_kl estimates the KL from the old
+            # actor to the new one; its terms are never negative.
             "clip_fraction": ((ratio - 1).abs() > loop.cfg.clip)[mask].float().mean().item(),
             "approx_kl": (ratio - 1 - log_ratio)[mask].mean().item(),
             "responses": [{"logp": l, "ratio": r} for l, r in zip(
                 per_response(logp, mask), per_response(ratio, mask))]}
 
 
-def update_critic(loop: Loop, batch: Batch, priced: dict[str, Tensor]) -> dict:
+def update_critic(loop: Loop, batch: Batch, rollout: dict[str, Tensor]) -> dict:
     """Step 10: one step of the critic toward the returns; its record."""
     values = prefix_values(loop.roles["critic"], batch)  # [B, R]
-    loss = critic_loss(values, priced["returns"], batch.mask, loop.cfg.value_coef)
+    loss = critic_loss(values, rollout["returns"], batch.mask, loop.cfg.value_coef)
     loss.backward()
     return {"loss": loss.item(), **loop.step("critic"),
             "responses": [{"values": v} for v in per_response(values, batch.mask)]}
@@ -1216,7 +1214,7 @@ def learn_ppo(run: Run, start: dict | None = None) -> Loop:
         entry = {"iteration": iteration + 1, "policy": learned_identity(roles["actor"]),
                  "prompt_ids": [name for name, _ in picked],
                  "actor_updates": [], "critic_updates": []}
-        batch, priced, records, first_logits = collect_rollouts(loop, picked)
+        batch, rollout, records, first_logits = collect_rollouts(loop, picked)
         if iteration == 0:      # the first two responses: decoding beside one full forward
             with torch.no_grad():
                 full = roles["actor"].model.logits(prefix_hidden(roles["actor"], batch)[:2, 0])
@@ -1224,9 +1222,9 @@ def learn_ppo(run: Run, start: dict | None = None) -> Loop:
                 (a.float() - b).abs().max().item() for a, b in zip(full, first_logits)]
         for epoch in range(cfg.ppo_epochs):
             with loop.timed("actor optimisation"):
-                entry["actor_updates"].append(update_actor(loop, batch, priced))
+                entry["actor_updates"].append(update_actor(loop, batch, rollout))
             with loop.timed("critic optimisation"):
-                entry["critic_updates"].append(update_critic(loop, batch, priced))
+                entry["critic_updates"].append(update_critic(loop, batch, rollout))
         # Decoding and scoring are different computations. In BF16 their difference is real; the
         # ratio starts from it, and a lecture that hides it would teach a ratio of exactly 1.
         entry["logp_drift"] = [max(abs(a - b) for a, b in zip(old["old_logp"], new["logp"]))
@@ -1263,8 +1261,8 @@ def record_iteration(loop: Loop, entry: dict, records: list[dict]) -> None:
 
 
 # == 11 · Resume, proven ===========================================================================
-# Each learning phase kept a state from its middle. Here fresh objects continue it to the end, and
-# every number must equal the main run's: parameters, moments, random states, history, rollouts.
+# Each learning phase kept an early state (SFT and judge after epoch 1, PPO at iteration 40). Fresh
+# objects continue it to the end, and every number must equal the main run's, rollouts included.
 # Invariant: fresh objects, same bits. The mistake: continuing with the objects that are still in
 # memory; that proves nothing about the file.
 
@@ -1370,9 +1368,9 @@ def phase_resume(run: Run) -> None:
 # silent. Each rate has an interval over families, since five prompts of one family are one
 # situation.
 #
-# Greedy answers show the mode of a policy, but PPO is paid for samples, and the two can move apart:
-# a policy that shifts weight from bad samples to good ones has better rollouts and the same mode.
-# Rubric and score of samples stand in PPO's own lines; a claim about one is none about the other.
+# Greedy answers take the most probable token each time; PPO is paid for samples. A policy that
+# moves weight from bad samples to good ones has better rollouts, perhaps the same greedy answers.
+# The samples' rubric and score stand in PPO's own lines; a claim about one is none about the other.
 
 # Whose adapters; None means fresh ones with B = 0, which is the base itself.
 ACTORS = {"base": None, "sft": "sft", "ppo": "ppo/actor"}
@@ -1516,24 +1514,24 @@ def read_words(text: str, expected_action: int) -> dict[str, bool]:
             **{name: said(words) for name, words in WORDS.items()}}
 
 
+# {metric: (entry of a row, the value that counts)}
+COUNTED = {"rubric_success": ("rubric_success", True), "recognized": ("recognized", True),
+           "uncertified": ("recognized", False), "relevant_recognized": ("relevant", True),
+           "unsupported_certainty_recognized": ("unsupported_certainty", True),
+           "polite_recognized": ("polite", True), "declared_refusals": ("refusal", True),
+           "without_eos": ("finish_reason", "length"),
+           **{flag: (flag, True) for flag in read_words("", 0)}}
+
+
 def population_metrics(rows: list[dict]) -> dict:
     """All metrics of one population. Denominator: every row, or, where the name ends in
     _recognized, the recognized rows."""
     metrics: dict = {"rows": len(rows), "human_utility_claim": False}
-    hits = {"rubric_success": lambda row: row["rubric_success"],
-            "recognized": lambda row: row["recognized"],
-            "uncertified": lambda row: not row["recognized"],
-            "relevant_recognized": lambda row: row["relevant"],
-            "unsupported_certainty_recognized": lambda row: row["unsupported_certainty"],
-            "polite_recognized": lambda row: row["polite"],
-            "declared_refusals": lambda row: row["refusal"],
-            "without_eos": lambda row: row["finish_reason"] != "eos",
-            **{name: lambda row, name=name: row["words"][name] for name in rows[0]["words"]}}
-    for name, hit in hits.items():
+    for name, (key, wanted) in COUNTED.items():
         counted = [row for row in rows if row["recognized"] or not name.endswith("_recognized")]
-        metrics[name] = sum(map(bool, map(hit, counted)))
+        metrics[name] = sum(row[key] == wanted for row in counted)
         metrics[f"{name}_rate"], metrics[f"{name}_rate_ci"] = family_mean(
-            counted, lambda row: bool(hit(row)))
+            counted, lambda row: row[key] == wanted)
     metrics["uncertainty_denominator"] = metrics["recognized"]      # of unsupported_certainty
     for name, value in (
             ("response_tokens", lambda row: len(row["response_ids"])),
@@ -1572,7 +1570,7 @@ def phase_evaluate(run: Run) -> None:
         for row in rows:
             action = family_action(row["family"])
             row |= {"expected_action": action, **run.origin(), **digests,
-                    **corpus_verdict(row, row["id"]), "words": read_words(row["text"], action)}
+                    **corpus_verdict(row, row["id"]), **read_words(row["text"], action)}
         results[name] = {population: {
             **population_metrics(part), **run.origin(), **digests,
             # from the actor before it: base -> SFT -> PPO
@@ -2544,8 +2542,8 @@ SHOWN = ("rubric_success_rate", "recognized_rate", "relevant_recognized_rate",
 
 
 def shown(name: str, value, interval=None) -> str:
-    """A figure with its interval: a share in percent, anything else with two decimals."""
-    form = ".0%" if "rate" in name else "+.2f"
+    """A figure with its interval: a share in percent, else with a sign, but for a length."""
+    form = ".0%" if "rate" in name else ".2f" if "tokens" in name else "+.2f"
     return "none" if value is None else f"{value:{form}}" + (
         f" [{interval[0]:{form}}, {interval[1]:{form}}]" if interval else "")
 

@@ -885,6 +885,7 @@ def test_saved_adapters_and_heads_come_back_bit_for_bit(tmp_path, name, head):
 B_KEY = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
 CONFIG, ADAPTER, HEAD = "adapter_config.json", "adapter_model.safetensors", "head.safetensors"
 ADAPTER_FAULTS = {      # (file, its change, what the error must name)
+    "no alpha": (CONFIG, lambda c: c.pop("lora_alpha"), "lora_alpha"),
     "another alpha": (CONFIG, lambda c: c.update(lora_alpha=32), "lora_alpha"),
     "another rank": (CONFIG, lambda c: c.update(r=4), "r "),
     "a missing tensor": (ADAPTER, lambda t: t.pop(B_KEY), "up_proj.lora_B"),
@@ -893,6 +894,7 @@ ADAPTER_FAULTS = {      # (file, its change, what the error must name)
     "a wrong dtype": (ADAPTER, lambda t: t.update({B_KEY: t[B_KEY].bfloat16()}), "up_proj.lora_B"),
     "no adapter file": (ADAPTER, None, ADAPTER), "no head file": (HEAD, None, HEAD),
     "no head weight": (HEAD, lambda t: t.pop("weight"), "head.weight"),
+    "no head bias": (HEAD, lambda t: t.pop("bias"), "head.bias"),
     "a head of another width": (HEAD, lambda t: t.update(weight=torch.zeros(1, 15)), "head.weight")}
 
 @parametrize("fault", ADAPTER_FAULTS)
@@ -906,6 +908,27 @@ def test_loading_adapters_fails_by_name_on(tmp_path, fault):
     with raises((CourseError, OSError)) as problem:
         rlhf.load_adapter(mini_role("reward", "normal"), tmp_path, Config(), True)
     assert str(tmp_path) in str(problem.value) and named in str(problem.value)
+
+@parametrize("dtype", [torch.float32, torch.bfloat16])
+@parametrize("name", ["actor", "reward"])
+def test_live_peft_loads_our_adapters_and_computes_what_we_compute(tmp_path, name, dtype):
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    mini_checkpoint(tmp_path / "base", mini_model())
+    role = mini_role(name, "normal" if name == "reward" else None, disturbed=5, trainable=False,
+                     dtype=dtype)
+    rlhf.save_adapter(role, tmp_path / name, Config(), str(tmp_path / "base"))
+    kind, more = (transformers.AutoModelForSequenceClassification, {"num_labels": 1}) \
+        if name == "reward" else (transformers.AutoModelForCausalLM, {})
+    base = kind.from_pretrained(tmp_path / "base", dtype=dtype, attn_implementation="eager", **more)
+    theirs, ids = peft.PeftModel.from_pretrained(base, tmp_path / name).eval(), random_ids(1, 9)
+    with torch.no_grad():
+        expected = theirs(input_ids=ids).logits
+    if name == "reward":    # PEFT's classifier has no bias
+        score = rlhf.reward_scores(role, ids, rows_of(9), rows_of(9))
+        assert gap(score - role.head.bias, expected[0]) < (1e-5 if dtype == torch.float32 else 2e-2)
+    else:
+        assert torch.equal(role.model.logits(role.model(ids)), expected)
+        assert gap(expected, mini_model().logits(mini_model()(ids))) > 0.1, "loaded as a no-op"
 
 
 # == 5 · Log-probability, value, score, a sampled token ============================================
@@ -1068,24 +1091,29 @@ def test_the_learning_rate_at_its_corners(total):
     assert rlhf.learning_rate(0, 100, 1.0, warmup_ratio=0.5) == approx(1 / 50)
 
 def test_an_update_is_adamw_with_clipping_and_the_scheduled_rate():
-    role = mini_role(disturbed=3)
-    learned, loop = role.learned(), mini_loop({"actor": role}, 20, weight_decay=0.5)
-    ours, theirs = learned.values(), [p.detach().clone() for p in learned.values()]
-    optimizer = torch.optim.AdamW(theirs, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.5)
-    for rate in (0.005, 0.01):
+    """Two updates worked by hand in FP64 (Loshchilov and Hutter 2019, algorithm 2)."""
+    role, decay = mini_role(disturbed=3), 0.5       # so large that it shows
+    learned, loop = role.learned(), mini_loop({"actor": role}, 20, weight_decay=decay)
+    w = {name: p.detach().double().clone() for name, p in learned.items()}
+    m, v = ({name: torch.zeros_like(p) for name, p in w.items()} for _ in range(2))
+    for update, rate in enumerate((0.005, 0.01), 1):
         rlhf.sft_gradient(role, EXAMPLES, 16)
-        norm = math.sqrt(sum(p.grad.mul_(50).double().pow(2).sum().item() for p in ours))
-        for p, twin in zip(ours, theirs):
-            twin.grad = p.grad / norm       # by hand: the largest norm is 1
-        optimizer.param_groups[0]["lr"] = rate
-        optimizer.step()
-        assert norm > 1
-        assert loop.step("actor") == approx({"lr": rate, "gradient_norm": norm}, rel=1e-5)
-        for p, twin in zip(ours, theirs):
-            torch.testing.assert_close(p.detach(), twin, rtol=2e-4, atol=2e-6)
-        assert all(p.grad is None for p in ours)
+        gradients = {name: p.grad.mul_(50).double() for name, p in learned.items()}
+        norm = math.sqrt(sum(g.pow(2).sum().item() for g in gradients.values()))
+        report = loop.step("actor")
+        assert norm > 1 and report["gradient_norm"] == approx(norm, rel=1e-5)
+        assert report["lr"] == approx(rate, rel=1e-12)
+        for name, g in gradients.items():
+            m[name] = 0.9 * m[name] + 0.1 * g / norm
+            v[name] = 0.999 * v[name] + 0.001 * (g / norm) ** 2
+            step = (m[name] / (1 - 0.9 ** update)) / (
+                (v[name] / (1 - 0.999 ** update)).sqrt() + 1e-8)
+            w[name] = w[name] - rate * decay * w[name] - rate * step
+            torch.testing.assert_close(learned[name].detach().double(), w[name], rtol=2e-4,
+                                       atol=2e-6)
+        assert all(p.grad is None for p in learned.values())
     rlhf.sft_gradient(role, EXAMPLES, 16)
-    for p in ours:
+    for p in learned.values():
         p.grad.zero_()      # later on legitimate: every token may be clipped
     assert loop.step("actor")["gradient_norm"] == 0.0
 
@@ -1093,6 +1121,7 @@ GRADIENT_FAULTS = {
     "one missing": lambda roles: setattr(up_proj(roles, "actor").lora_A.weight, "grad", None),
     "all zero at first": lambda roles: [p.grad.zero_() for p in roles["actor"].learned().values()],
     "not a number": lambda roles: up_proj(roles, "actor").lora_B.weight.grad[0].fill_(math.nan),
+    "infinite": lambda roles: up_proj(roles, "actor").lora_B.weight.grad[0].fill_(math.inf),
     "on a frozen role": lambda roles: setattr(up_proj(roles, "reference").lora_A.weight, "grad",
                                               torch.zeros(8, 16))}
 
@@ -1105,6 +1134,14 @@ def test_a_step_refuses_a_gradient(fault):
     with raises(CourseError, match="reference" if "frozen" in fault else "actor"):
         loop.step("actor")
     assert rlhf.learned_identity(roles["actor"]) == before, "a refused update moved something"
+
+def test_the_data_order_is_one_seeded_permutation_an_epoch_and_the_seeds_are_the_contracts():
+    loop = mini_loop({"actor": mini_role()})
+    ours = random.random(), np.random.rand(), torch.rand(()).item()
+    assert [loop.draw(4, [*range(6)]) for _ in range(9)] == order_of(6, 4, 9)
+    assert loop.generators["sampling"].initial_seed() == 249
+    random.seed(49), np.random.seed(49), torch.manual_seed(49)
+    assert ours == (random.random(), np.random.rand(), torch.rand(()).item())
 
 
 # == 7 to 10 · The losses, against brute force, finite differences and values worked by hand =======
@@ -1956,6 +1993,7 @@ def test_an_ignored_hangup_and_a_closed_output_stop_nothing(copy, tmp_path, monk
         rlhf.say("a line", SimpleNamespace(write=gone, flush=gone, fileno=stream.fileno))
 
 SCARCE = [MemoryError(), OSError(12, "Cannot allocate memory"), RuntimeError("std::bad_alloc"),
+          RuntimeError("DefaultCPUAllocator: can't allocate"),
           RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"),
           torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")]
 
@@ -1992,6 +2030,7 @@ OTHER = seeded(1).get_state()
 STATE_FAULTS = {    # (phase, change): the proof must fail, or the state be refused
     "SFT's moment": ("sft", moved(("optimizers", "actor", 1, 0, "exp_avg"))),
     "SFT's config": ("sft", lambda s: s["identity"].update(sft_lr=0.25)),
+    "the judge's moment": ("reward", moved(("optimizers", "reward", 1, 2, "exp_avg"))),
     "the judge's head": ("reward", moved(("learned", "reward", "head.weight"))),
     "the critic's moment": ("ppo", moved(("optimizers", "critic", 1, 1, "exp_avg"))),
     "the sampling generator": ("ppo", lambda s: s["generators"].update(sampling=OTHER)),

@@ -113,13 +113,13 @@ def ppo_task(args):
 
     def iteration():
         prompts = pairs_of("prompts.jsonl", 4 * loop.done, 4)
-        batch, priced, records, _ = rlhf.collect_rollouts(
+        batch, rollout, records, _ = rlhf.collect_rollouts(
             loop, [(f"OH{k:03d}-RL0", prompt) for k, (prompt,) in enumerate(prompts)])
         for _ in range(2):
             with loop.timed("actor optimisation"):
-                rlhf.update_actor(loop, batch, priced)
+                rlhf.update_actor(loop, batch, rollout)
             with loop.timed("critic optimisation"):
-                rlhf.update_critic(loop, batch, priced)
+                rlhf.update_critic(loop, batch, rollout)
         return records
 
     for k in range(args.updates + 1):
