@@ -25,6 +25,12 @@ Read it from top to bottom, up to the line that says so; behind it is the machin
   What came of it        12 Evaluation   13 Judge audit, probes   14 Lesson; change it yourself
   Machine room           15 Bases   16 Guard   17 Files, run folder   18 Report   19 Command line
 
+  Looking for something? Who learns when, and what each loss divides by: the tables of section 4.
+  Where the score enters, and at which token: reward_scores (5) and token_rewards (9). An iteration
+  with numbers: 9. Why old_logp stays through both epochs, what a critic, lambda and the clip are
+  for: 10. What PAD = EOS would break: 3. What proves resume: 11. What the evaluation does not
+  claim: 12. Where to change the code for whitening, entropy, GRPO, DPO: the end of 14.
+
 Left out on purpose: whitening of advantages, value clipping, an entropy bonus (other PPO trainers
 have them, so this one is not equal to them); dropout; checkpoint selection; distributed training.
 
@@ -91,11 +97,17 @@ class CourseError(Exception):
 
 # == What was expected, before v1 was set beside v2 ================================================
 # (The terms are those of sections 2 and 9; come back to this page after them.)
-# The judge of corpus v1 will be right on every held-out pair, and PPO will find its shortcut all the
-# same. For in v1 the note number, which every prompt shows, names the design of the pair: with note
-# 0 a hedged answer ("it may help") always beats an over-certain one ("guaranteed"), with note 2 one
-# with thanks beats one without. Whoever learns these five rules is right on all 180 pairs without a
-# look at the trouble, and a random split keeps such a fault on both sides. So we expected:
+# The judge of corpus v1 will be right on every held-out pair, and PPO will find a shortcut all the
+# same. How can held-out accuracy not show the fault? Because the held-out pairs have it too. In v1
+# the note number, which every prompt shows, names the design of the pair: with note 0 a hedged
+# answer ("it may help") always beats an over-certain one ("guaranteed"), with note 2 one that says
+# thanks beats one that does not. Whoever learns these five rules is right on all 180 pairs without
+# a look at the trouble, and a random split keeps such a fault on both sides. Two lines show it:
+#
+#     lazy_judge(train_pairs, test_pairs)          what is the best score without the context?
+#     score(prompt, right) > score(prompt, wrong)  in one style: does it read the context at all?
+#
+# So we expected:
 #
 #   v1  Where two answers differ in relevance alone (a minimal pair), right advice wins less often
 #       than accuracy promises. PPO raises the score by style; success does not rise and may fall.
@@ -257,7 +269,8 @@ def family_context(i: int) -> str:
 
 
 def family_action(family: str) -> int:
-    """The action that helps OH000-OH239 (40 families each) or PROBE00-PROBE39 (in turns)."""
+    """Which action helps OH000-OH239 (40 families an action) or PROBE00-PROBE39 (they take turns):
+    known by construction."""
     return int(family[2:]) // 40 if family.startswith("OH") else int(family[5:]) % 6
 
 
@@ -598,8 +611,11 @@ class Role(nn.Module):
 
 def build_role(name: str, model: Qwen2, seed: int = 49, rank: int = 8, alpha: float = 16,
                head: str | None = None, trainable: bool = True) -> Role:
-    """Make `model` (which the role keeps for itself) into a role with fresh adapters, A drawn in
-    sorted name order from `seed`. head: None, "zero" (critic) or "normal" (judge: N(0, 0.02))."""
+    """Make `model` (which the role keeps for itself) into a role with fresh adapters.
+
+    A is drawn for the modules in sorted name order from `seed`. head: None, "zero" (critic) or
+    "normal" (judge: weight N(0, 0.02), bias 0, from a generator of its own).
+    """
     generator, linear = torch.Generator().manual_seed(seed), None
     for path in sorted(n for n, m in model.named_modules() if n.split(".")[-1] in PROJECTIONS):
         layer = LoRALinear(model.get_submodule(path), rank, alpha, generator)
@@ -750,6 +766,9 @@ def generate(role: Role, prompts: list[list[int]], max_response: int = 64,
 # Run (section 17) is the folder: run.config; run.tokens; run.role(name, "sft"), a Role on a base of
 # its own with the adapters of phase sft; run.judge(), the frozen judge; run.rows(file), rows of the
 # corpus; run.tokenized(file, column), their ids; run.finish(phase, files), which marks it as done.
+#
+# In a hurry? Go on to section 7 and come back: all that the phases ask of a Loop is `for update in
+# loop`, draw (the next rows), step (one optimizer step) and record (a line of the history).
 
 def learning_rate(step: int, total: int, peak: float, warmup_ratio: float = 0.1,
                   min_lr_ratio: float = 0.1) -> float:
@@ -922,7 +941,8 @@ def learn_sft(run: Run, start: dict | None = None) -> Loop:
 #
 # Only differences count: a score has no zero and no unit, is no probability of truth, may be
 # negative, shifted and badly calibrated, and style can move it. Scores 2 and 1: sigmoid(1) = 0.73,
-# loss 0.31; swapped, 1.31; equal, 0.69, near the start. The head's bias cancels: it never learns.
+# loss 0.31; swapped, 1.31; equal, 0.69, near the start. The head's bias cancels: no true gradient.
+#
 # Invariant: the score is read at the last active response token. The mistake: reading a fixed
 # column of the batch; under padding that column is PAD.
 #
@@ -995,10 +1015,11 @@ def learn_reward(run: Run, start: dict | None = None) -> Loop:
 #
 # Every token is charged for its log-ratio to the reference, since the judge deserves trust only
 # near the answers it was trained on; the judge's score arrives once, at the end. advantage[t] says
-# how much better things went from token t on than the critic had expected. Invariants: old_logp is
-# what drew the token, from the very logits that drew it; an end is an end. The mistakes: sampling
-# from a filtered distribution (top-p) and scoring the unfiltered one, which makes every ratio
-# wrong; bootstrapping, that is adding the critic's value of what comes next, past a terminal end.
+# how much better things went from token t on than the critic had expected.
+#
+# Invariants: old_logp is what drew the token, from the very logits that drew it; an end is an end.
+# The mistakes: sampling from a filtered distribution (top-p) and scoring the unfiltered one, which
+# makes every ratio wrong; bootstrapping (adding the critic's value of what comes next) past an end.
 
 def token_rewards(old_logp: Tensor, ref_logp: Tensor, score: Tensor, truncated: Tensor,
                   mask: Tensor | None = None, kl_coef: float = 0.02,
@@ -1645,6 +1666,9 @@ def phase_probes(run: Run) -> None:
 # take home: test a judge on minimal pairs, of each property that you care about and of each that
 # you don't. A wrong corpus needs a new revision *and* a new test: whoever looked at the old one
 # while repairing has trained on it.
+#
+# Best of n is optimisation without training: the judge picks its favourite of n samples of the SFT
+# actor. What it does to success shows what the judge pays for, whatever PPO makes of it.
 
 BEST_OF = (1, 2, 4, 8, 16)
 
