@@ -424,7 +424,9 @@ EOS = 151645                    # <|im_end|> of the pinned tokenizer; a run asks
 class Tokens:
     """A Qwen2 chat tokenizer, with text that can never become a control token."""
 
-    def __init__(self, path: Path = HERE / "tokenizer.json"):
+    def __init__(self, path: Path = HERE / "tokenizer.json", max_prompt: int = 256,
+                 max_response: int = 64):
+        self.max_prompt, self.max_response = max_prompt, max_response
         self.tokenizer = read_native(     # from_file would raise a bare Exception
             lambda p: tokenizers.Tokenizer.from_buffer(p.read_bytes()), path)
         # "<|im_end|>" typed by a user stays text. So do "<tool_call>" and seven more control tokens
@@ -444,18 +446,18 @@ class Tokens:
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
-    def prompt(self, text: str, limit: int = 256) -> list[int]:
+    def prompt(self, text: str) -> list[int]:
         """Ids of one user turn exactly as the model's chat template renders it, default system
         turn and generation prompt included. Control tokens are put in by id."""
         newline = self.encode("\n")
         ids = [self.im_start, *self.encode(f"system\n{SYSTEM}"), self.eos, *newline,
                self.im_start, *self.encode(f"user\n{text}"), self.eos, *newline,
                self.im_start, *self.encode("assistant\n")]
-        return self.within(limit, ids, text)
+        return self.within(self.max_prompt, ids, text)
 
-    def answer(self, text: str, limit: int = 64) -> list[int]:
+    def answer(self, text: str) -> list[int]:
         """Ids of a response text and its EOS."""
-        return self.within(limit, [*self.encode(text), self.eos], text)
+        return self.within(self.max_response, [*self.encode(text), self.eos], text)
 
     def within(self, limit: int, ids: list[int], text: str) -> list[int]:
         if len(ids) > limit:    # a cut example would teach that answers do not end
@@ -1192,7 +1194,7 @@ def update_critic(loop: Loop, batch: Batch, rollout: dict[str, Tensor]) -> dict:
 def learn_ppo(run: Run, start: dict | None = None) -> Loop:
     """100 iterations: 400 responses, 200 actor and 200 critic updates."""
     cfg, rows = run.config, run.rows("train/prompts.jsonl")
-    prompts = [(row["id"], run.tokens.prompt(row["prompt"], cfg.max_prompt)) for row in rows]
+    prompts = [(row["id"], run.tokens.prompt(row["prompt"])) for row in rows]
     roles = {"actor": run.role("actor", "sft", trainable=True),
              "reference": run.role("reference", "sft"), "reward": run.judge(),
              "critic": run.role("critic", "sft", head="zero", trainable=True)}
@@ -1367,7 +1369,7 @@ ACTORS = {"base": None, "sft": "sft", "ppo": "ppo/actor"}
 def answer_rows(run: Run, role: Role, rows: list[dict], what: str,
                 uniforms: Tensor | None = None) -> list[dict]:
     """Answers to corpus rows that are generated together, greedily or from uniforms [rows, R]."""
-    prompts = [run.tokens.prompt(row["prompt"], run.config.max_prompt) for row in rows]
+    prompts = [run.tokens.prompt(row["prompt"]) for row in rows]
     answers = generate(role, prompts, run.config.max_response, uniforms,
                        [f"{what}, {row['id']}" for row in rows], run.tokens.eos)
     return [{"id": row["id"], "family": row["family"], "prompt": row["prompt"],
@@ -1384,16 +1386,15 @@ def corpus_verdict(row: dict, identifier: str) -> dict:
 def answered_batches(run: Run, rows: list[dict]):
     """(part of the rows, its Batch), 20 answered rows at a time."""
     for part in progress("scored", groups(rows, 20)):
-        yield part, collate([run.tokens.prompt(r["prompt"], run.config.max_prompt) for r in part],
-                            [r["response_ids"] for r in part], run.device)
+        yield part, collate([run.tokens.prompt(row["prompt"]) for row in part],
+                            [row["response_ids"] for row in part], run.device)
 
 
 @torch.no_grad()
 def validate_sft(run: Run, actor: Role, update: int, greedy: bool) -> dict:
     """Log-probabilities of the chosen answers; if asked, also the rubric of greedy answers."""
     cfg, rows = run.config, run.rows("validation/preferences.jsonl")
-    chosen = [row | {"response_ids": run.tokens.answer(row["chosen"], cfg.max_response)}
-              for row in rows]
+    chosen = [row | {"response_ids": run.tokens.answer(row["chosen"])} for row in rows]
     sums = [logp for _, batch in answered_batches(run, chosen)
             for logp in response_logprobs(actor, batch).sum(1).tolist()]
     result = {"update": update, "chosen_logprobs": sums, "mean_chosen_token_logprob":
@@ -1584,8 +1585,7 @@ def score_texts(run: Run, items: list[tuple[str, str]]) -> list[float]:
     """The frozen judge's scores of (prompt, response) texts, which must leave it unchanged."""
     reward, file = run.judge(), run.adapter_digest("reward")
     before = fingerprints({"reward": reward})
-    rows = [{"prompt": prompt, "response_ids": run.tokens.answer(text, run.config.max_response)}
-            for prompt, text in items]
+    rows = [{"prompt": prompt, "response_ids": run.tokens.answer(text)} for prompt, text in items]
     scores = [score for part, batch in answered_batches(run, rows)
               for score in batch_scores(reward, batch, [r["prompt"] for r in part]).tolist()]
     if (fingerprints({"reward": reward}), run.adapter_digest("reward")) != (before, file):
@@ -1795,8 +1795,7 @@ def learn_base(run: Run) -> Loop:
     """Pretrain the tiny model on its chats: next-token prediction, answers above prompts."""
     cfg, chats = run.config, base_chats(run.config)
     write(run.base_file("tokenizer.json"), train_tokenizer(run, [SYSTEM, *itertools.chain(*chats)]))
-    examples = [(run.tokens.prompt(p, cfg.max_prompt), run.tokens.answer(a, cfg.max_response))
-                for p, a in chats]
+    examples = [(run.tokens.prompt(p), run.tokens.answer(a)) for p, a in chats]
     model = Qwen2(dataclasses.replace(TINY, vocab_size=run.tokens.tokenizer.get_vocab_size()))
     generator = torch.Generator().manual_seed(cfg.base_seed)
     for name, parameter in sorted(model.named_parameters()):
@@ -1992,7 +1991,7 @@ def read_json(path: Path):
         if path.name in SEALED and value.pop("seal") != sha256(json_bytes(value)):
             raise ValueError("it was changed after it was written")
         return value
-    except (ValueError, LookupError, AttributeError) as error:
+    except (ValueError, LookupError, AttributeError, TypeError) as error:
         raise CourseError(f"{path} is damaged ({error}); restore it, or run its phase with --again "
                           "or in another --out") from None
 
@@ -2027,7 +2026,7 @@ def progress(name: str, items):
     """The items one by one; a line after twenty silent seconds."""
     began = time.monotonic()
     for done, item in enumerate(items):
-        if time.monotonic() - say.last > 20:
+        if done and time.monotonic() - say.last > 20:
             progress_line(name, done, len(items), began)
         yield item
 
@@ -2309,7 +2308,8 @@ class Run:
 
     @functools.cached_property
     def tokens(self) -> Tokens:
-        return Tokens(self.base_file("tokenizer.json"))
+        return Tokens(self.base_file("tokenizer.json"), self.config.max_prompt,
+                      self.config.max_response)
 
     def role(self, name: str, adapters: str | None = None, head: str | None = None,
              load_head: bool = False, trainable: bool = False) -> Role:
@@ -2330,8 +2330,7 @@ class Run:
 
     def tokenized(self, path: str, *columns: str) -> list[tuple[list[int], ...]]:
         """(prompt, *answers) ids of a corpus file's rows."""
-        return [(self.tokens.prompt(row["prompt"], self.config.max_prompt),
-                 *(self.tokens.answer(row[key], self.config.max_response) for key in columns))
+        return [(self.tokens.prompt(row["prompt"]), *(self.tokens.answer(row[c]) for c in columns))
                 for row in self.rows(path)]
 
     # What it says of itself

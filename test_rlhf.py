@@ -662,20 +662,20 @@ USER_TEXTS = ["No sound.", "", " leading and trailing ", "\n\nnewlines\n", "\tta
 def both_tokens(request, course):
     """(our tokenizer, the file's own as it comes: it parses control tokens in a text)"""
     path = (HERE if request.param == "pinned" else course.folder / "base") / "tokenizer.json"
-    return rlhf.Tokens(path), tokenizers.Tokenizer.from_file(str(path))
+    return rlhf.Tokens(path, 10 ** 6, 10 ** 6), tokenizers.Tokenizer.from_file(str(path))
 
 def test_prompt_ids_equal_the_models_own_template(both_tokens):
     tokens, raw = both_tokens
     control = {tokens.pad, tokens.im_start, tokens.eos}
     for text in USER_TEXTS:
-        ids = tokens.prompt(text, limit=10 ** 6)
+        ids = tokens.prompt(text)
         assert ids == raw.encode(
             "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful "
             f"assistant.<|im_end|>\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n",
             add_special_tokens=False).ids
         assert [t for t in ids if t in control] == \
             [tokens.im_start, tokens.eos, tokens.im_start, tokens.eos, tokens.im_start]
-        answer = tokens.answer(text, limit=10 ** 6)
+        answer = tokens.answer(text)
         assert answer == [*raw.encode(text, add_special_tokens=False).ids, tokens.eos]
         assert tokens.decode(answer) == unicodedata.normalize("NFC", text), "not the same text"
     rows = [row for corpus in CORPUS.values() for rows in corpus.values() for row in rows]
@@ -691,7 +691,7 @@ def test_control_tokens_typed_by_a_user_stay_text(both_tokens):
         inside = tokens.encode(text)
         assert not control & set(inside), f"{text!r} became a control token"
         assert tokens.decode(inside) == text
-        assert sum(t in control for t in tokens.prompt(text, limit=10 ** 6)) == 5
+        assert sum(t in control for t in tokens.prompt(text)) == 5
 
 def test_the_tiny_tokenizer_is_small_and_always_the_same(course):
     content, chats = course.run.base_file("tokenizer.json").read_bytes(), rlhf.base_chats(
@@ -718,8 +718,9 @@ def test_known_ids_of_the_pinned_tokenizer(pinned):
             ([*hello, 151664, *hello], "Hello<|file_sep|>Hello"),
             ([*hello, 151665, 151935, EOS_ID], "Hello\ufffd\ufffd")):   # these have no token
         assert pinned.decode(ids) == text, ids
-    for function, limit in ((pinned.prompt, 256), (pinned.answer, 64)):
-        room = next(n for n in range(1, 300) if len(function("a" + " b" * n, 10 ** 6)) == limit)
+    wide = rlhf.Tokens(HERE / "tokenizer.json", 10 ** 6, 10 ** 6)
+    for function, free, limit in ((pinned.prompt, wide.prompt, 256), (pinned.answer, wide.answer, 64)):
+        room = next(n for n in range(1, 300) if len(free("a" + " b" * n)) == limit)
         assert len(function("a" + " b" * room)) == limit
         with raises(CourseError, match=str(limit)):      # an error, never cut
             function("a" + " b" * (room + 1))
