@@ -129,9 +129,8 @@ class RMSNorm(nn.Module):
 def rope_frequencies(config):
     """Angle per position of each of the D/2 pairs, FP32 [D/2]: 1, then slower and slower.
 
-    They are in no checkpoint: built under `torch.device("meta")` they would stay without content,
-    hence the explicit CPU. Nor are they a buffer: `model.to(torch.bfloat16)` would round it to 8
-    bits, and by position 200 some angles would be off by a fifth of a radian.
+    In no checkpoint: under `torch.device("meta")` they would stay without content, hence the CPU.
+    Nor a buffer, which `model.to(torch.bfloat16)` would round: a fifth of a radian by position 200.
     """
     pair = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu")
     return 1.0 / (config.rope_theta ** (pair / config.head_dim))
@@ -191,20 +190,24 @@ class KVCache:
 
 # == 5 · Attention, MLP, block =====================================================================
 
-def linear(x, weight, bias=None):
-    """W x + b for x [..., in]. In a decoding step (x [B, 1, in]) a few rows meet every weight, and
-    the time goes into reading W. As W x^T, equal up to rounding, a CPU reads it three times as fast
-    as for x W^T (measured in FP32, four rows of the full size)."""
-    if x.dim() < 3 or x.shape[1] > 1 or x.dtype != torch.float32 or weight.numel() < 2**18:
+def few_rows(x, weight, bias=None):
+    """W x + b for the few rows x [B, in] of a decoding step. The time goes into reading W, and as
+    W x^T (equal up to rounding) a CPU reads it three times as fast as for x W^T: FP32, four rows."""
+    if x.dtype != torch.float32 or weight.numel() < 2**18:
         return F.linear(x, weight, bias)
-    y = (weight @ x[:, 0].t()).t().contiguous()[:, None]  # [B, 1, out]
+    y = (weight @ x.t()).t().contiguous()  # [B, out]
     return y if bias is None else y + bias
 
 
 class Linear(nn.Linear):
     """LoRA (rlhf.py) replaces these layers: they are called as modules, never read as weights."""
     def forward(self, x):
-        return linear(x, self.weight, self.bias)
+        return few_rows(x, self.weight, self.bias) if x.dim() == 2 else super().forward(x)
+
+
+class NewToken:
+    """One new token a row: inside the blocks x is [B, H], for attention again [B, 1, H]."""
+    to_nodes, to_rows = (staticmethod(lambda x: x[:, 0]), staticmethod(lambda x: x[:, None]))
 
 
 class Attention(nn.Module):
@@ -233,8 +236,7 @@ class Attention(nn.Module):
             k, v = cache.extend(layer, k, v)  # [B, nKV, S, D], the keys already rotated
 
         # Each key/value head serves `group` *neighbouring* query heads: 0 0 0 1 1 1. It is repeated
-        # for them (n = nH), as the reference does; or, without copies, their queries are stacked
-        # for it (n = nKV).
+        # for them (n = nH), as the reference does; or their queries are stacked for it (n = nKV).
         if cache is None and tree is None:
             k, v = k.repeat_interleave(self.group, 1), v.repeat_interleave(self.group, 1)
         n, S = k.shape[1:3]
@@ -351,7 +353,8 @@ class Qwen2(nn.Module):
 
         cos, sin = rope_tables(self.rope_frequencies, positions(attention_mask, past, x), x.dtype)
         mask = additive_mask(attention_mask, past, x)
-        tree = PrefixTree(input_ids, attention_mask) if share_prefixes else None
+        tree = PrefixTree(input_ids, attention_mask) if share_prefixes else \
+            NewToken if past and x.shape[1] == 1 else None
         x = x if tree is None else tree.to_nodes(x)  # [1, N, H]
         for layer, block in enumerate(self.model.layers):
             x = block(x, cos, sin, mask, layer, cache, tree)
@@ -362,19 +365,18 @@ class Qwen2(nn.Module):
             cache.needs_mask |= attention_mask is not None
         return x if tree is None else tree.to_rows(x)
 
-    def logits(self, hidden):
+    def logits(self, hidden, decoding=False):
         """hidden [..., H] -> [..., V]. Apart from forward() because V is large: a caller picks the
-        few positions it needs first."""
-        tied = self.config.tie_word_embeddings
-        return linear(hidden, self.model.embed_tokens.weight) if tied else self.lm_head(hidden)
+        few positions it needs first; `decoding`: one row each, [B, H]."""
+        head = self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
+        return (few_rows if decoding else F.linear)(hidden, head.weight)
 
 
 def positions(attention_mask, past, x):
     """Position of each new token, counting real tokens only: [B, T], or [1, T] without a mask.
 
-    The trap: under left padding the first real token may sit in column 7, but its position is 0.
-    A prompt counted by its mask and an answer counted by columns are torn 7 positions apart, and
-    every logit of the answer is wrong.
+    The trap: under left padding the first real token may sit in column 7, but its position is 0. An
+    answer counted by columns is torn 7 positions from its prompt, and every logit of it is wrong.
     """
     if attention_mask is None:
         return torch.arange(past, past + x.shape[1], device=x.device)[None]
@@ -384,9 +386,7 @@ def positions(attention_mask, past, x):
 def additive_mask(attention_mask, past, x):
     """0 where a token may look, the dtype's most negative number elsewhere: [B or 1, 1, T, S].
 
-    Not -inf: a padding row may look nowhere; its softmax over only -inf would be NaN, and 0 * NaN
-    is NaN: it would reach real tokens.
-    """
+    Not -inf: a padding row may look nowhere; its softmax would be NaN and reach real tokens."""
     T = x.shape[1]
     if attention_mask is None and T == 1:  # one new token sees everything before it
         return None

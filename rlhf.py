@@ -736,9 +736,9 @@ def generate(role: Role, prompts: list[list[int]], max_response: int = 64,
     attention = F.pad(batch.attention, (0, max_response), value=True)  # [B, P + R], sliced below
     cache = KVCache(role.model.config, len(prompts), P + max_response, weight.dtype, weight.device)
     answers, rows = [Answer() for _ in prompts], list(range(len(prompts)))  # rows: not yet finished
-    hidden = role.model(batch.ids, attention[:, :P], cache, share_prefixes=True)[:, -1:]
+    hidden = role.model(batch.ids, attention[:, :P], cache, share_prefixes=True)[:, -1]  # [B, H]
     for step in progress(f"{len(prompts)} answers, token", range(max_response)):
-        logits = role.model.logits(hidden)[:, 0].float()  # [len(rows), V]
+        logits = role.model.logits(hidden, decoding=True).float()  # [len(rows), V]
         for k in (~logits.isfinite().all(dim=1)).nonzero().flatten().tolist():
             raise CourseError(f"{labels[rows[k]] if labels else f'answer {rows[k]}'}: logits at "
                               f"token {step + 1} are not finite")
@@ -755,7 +755,7 @@ def generate(role: Role, prompts: list[list[int]], max_response: int = 64,
         if len(going) < len(rows):
             cache.select(going)
             rows, ids = [rows[k] for k in going], ids[going]
-        hidden = role.model(ids[:, None], attention[rows, :P + step + 1], cache)  # [.., 1, H]
+        hidden = role.model(ids[:, None], attention[rows, :P + step + 1], cache)[:, -1]
     return answers
 
 
